@@ -1,0 +1,6 @@
+"""Pictures. Each is a function that returns a `Picture`, which a notebook shows and a test can read."""
+
+from tpcode.figures.splits import three_splits
+from tpcode.figures.style import Picture
+
+__all__ = ["Picture", "three_splits"]
