@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from matplotlib.axes import Axes
-from matplotlib.patches import Circle, FancyArrowPatch, Rectangle
+from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from tpcode.figures.style import INK, KINDS, RED, TILE_INK, Picture, canvas, render, tile
+from tpcode.figures.style import INK, RED, Picture, canvas, render, tile
 
 
 @dataclass(frozen=True)
@@ -169,9 +169,7 @@ def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> 
 
 
 def _plus(axes: Axes, x: float, y: float) -> None:
-    look = KINDS["partial"]
-    axes.add_patch(Circle((x, y), 5.0, facecolor=look.ground, edgecolor=look.line, lw=1.0, zorder=3))
-    axes.text(x, y, "+", color=TILE_INK, ha="center", va="center_baseline", weight="bold", zorder=4)
+    tile(axes, x - 5.5, y - 5.5, 11, 11, "partial", "+")
 
 
 def _draw_legend(axes: Axes, top: float) -> None:

@@ -1,8 +1,8 @@
 """How every picture looks, and how it becomes an SVG that is the same on every machine.
 
-Colour never stands alone: what is sharded is blue and hatched, what is replicated is green and plain, what is partial
-is amber and marked "+". Tiles bring their own light ground; all other ink is the page's own text colour (SVG's
-`currentColor`), so that a picture is legible on a light page and on a dark one.
+Colour never stands alone: what is sharded is blue and plain, what is replicated green and dotted, what is partial amber
+and striped, and each tile carries a label. Tiles bring their own light ground. All other ink is a grey that is legible
+on white and on black; the site turns it into the colour of the page's text.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from html import escape
 from io import StringIO
 
 import matplotlib as mpl
@@ -19,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-INK = "#010203"  # becomes currentColor in the SVG; nothing else is drawn in this colour
+INK = "#767676"  # contrast at least 4.1 on white and on #121212
 TILE_INK = "#111111"  # text on a tile's own light ground
 RED = "#d1242f"  # what passes between devices
 
@@ -34,9 +33,9 @@ class Kind:
 
 
 KINDS = {
-    "sharded": Kind("#cfe3f7", "#1f66ad", "////"),
-    "replicated": Kind("#cdebd9", "#187a4b"),
-    "partial": Kind("#fbdf9f", "#a86b00"),
+    "sharded": Kind("#cfe3f7", "#1f66ad"),
+    "replicated": Kind("#cdebd9", "#187a4b", ".."),
+    "partial": Kind("#fbdf9f", "#a86b00", "//////"),
 }
 
 _RC = {
@@ -51,14 +50,13 @@ _RC = {
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawn figure: its SVG, and the sentence that says the same to who cannot see it."""
+    """A drawn figure: its SVG, and the words that say the same to who cannot see it."""
 
     svg: str = field(repr=False)
     alt: str
 
-    def _repr_html_(self) -> str:
-        """Inline, so that `currentColor` is the page's; on a narrow screen the picture scrolls rather than shrinks."""
-        return f'<div style="overflow-x: auto">{self.svg}</div>'
+    def _repr_svg_(self) -> str:
+        return self.svg
 
     def __repr__(self) -> str:
         return f"Picture: {self.alt}"
@@ -88,26 +86,13 @@ def tile(axes: Axes, x: float, y: float, width: float, height: float, kind: str,
 
 
 def render(figure: Figure, name: str, alt: str) -> Picture:
-    """The figure as a `Picture`: same bytes on every run. `name` keeps ids apart where a page shows several."""
+    """The figure as a `Picture`, the same bytes on every run; `name` salts its ids."""
     out = StringIO()
     with mpl.rc_context({**_RC, "svg.hashsalt": name}):
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return Picture(_inline(out.getvalue(), name, alt), alt)
-
-
-def _inline(svg: str, name: str, alt: str) -> str:
-    """Matplotlib's SVG file as an element that can stand inside a page."""
-    svg = svg[svg.index("<svg") :].strip()
     # Metadata holds nothing; the style sheet would apply to the whole page that the picture stands in.
-    svg = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"\n\s*", "\n", svg)
-    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
-    width = round(float(re.search(r'viewBox="0 0 ([\d.]+)', svg)[1]))
-    # A third larger than drawn where there is room; where there is none it scrolls rather than shrinks.
-    look = f"width: 100%; min-width: {width}px; max-width: {width * 4 // 3}px; height: auto; stroke-linejoin: round"
-    head = f'<svg role="img" aria-label="{escape(alt)}" style="{look}"'
-    svg = re.sub(r'<svg (.*?) width="[^"]*" height="[^"]*"', rf"{head} \1", svg, count=1, flags=re.DOTALL)
-    return svg.replace(INK, "currentColor")
+    svg = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>", "", out.getvalue(), flags=re.DOTALL)
+    return Picture(re.sub(r"\n\s*", "\n", svg[svg.index("<svg") :]).strip(), alt)
 
 
 def _pale(look: Kind) -> str:
