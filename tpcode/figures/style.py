@@ -1,7 +1,7 @@
 """How every picture looks, and how it becomes an SVG that is the same on every machine.
 
 Colour never stands alone: what is sharded is blue and plain, what is replicated green and dotted, what is partial amber
-and striped, and each tile carries a label. Tiles bring their own light ground. All other ink is a grey that is legible
+and striped, and each tile carries a label. Tiles bring their own ground. All other ink is a grey that is legible
 on white and on black; the site turns it into the colour of the page's text.
 """
 
@@ -19,23 +19,24 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 INK = "#767676"  # contrast at least 4.1 on white and on #121212
-TILE_INK = "#111111"  # text on a tile's own light ground
 RED = "#d1242f"  # what passes between devices
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How a tile of one kind is drawn: ground, line, and the pattern that says the same without colour."""
+    """How a tile of one kind is drawn: its ground, the ink that is legible on it, and a pattern in a shade of it."""
 
     ground: str
-    line: str
+    ink: str
+    shade: str
     hatch: str = ""
 
 
+# The site's colours (Okabe and Ito's palette), in light and dark alike.
 KINDS = {
-    "sharded": Kind("#cfe3f7", "#1f66ad"),
-    "replicated": Kind("#cdebd9", "#187a4b", ".."),
-    "partial": Kind("#fbdf9f", "#a86b00", "//////"),
+    "sharded": Kind("#0072b2", "#ffffff", "#0072b2"),
+    "replicated": Kind("#009e73", "#000000", "#008762", ".."),
+    "partial": Kind("#e69f00", "#000000", "#c88a00", "//////"),
 }
 
 _RC = {
@@ -43,7 +44,7 @@ _RC = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],  # ships with matplotlib: the layout is the same everywhere
     "font.size": 9.0,
-    "hatch.linewidth": 0.5,
+    "hatch.linewidth": 0.8,
     "path.simplify": False,
 }
 
@@ -78,11 +79,8 @@ def tile(axes: Axes, x: float, y: float, width: float, height: float, kind: str,
     if not label:
         raise ValueError(f"a {kind} tile at ({x:g}, {y:g}) has no label")
     look = KINDS[kind]
-    axes.add_patch(
-        Rectangle((x, y), width, height, facecolor=look.ground, edgecolor=_pale(look), hatch=look.hatch, lw=0)
-    )
-    axes.add_patch(Rectangle((x, y), width, height, facecolor="none", edgecolor=look.line, lw=1.0))
-    axes.text(x + width / 2, y + height / 2, label, color=TILE_INK, ha="center", va="center_baseline")
+    axes.add_patch(Rectangle((x, y), width, height, fc=look.ground, ec=look.shade, hatch=look.hatch, lw=0))
+    axes.text(x + width / 2, y + height / 2, label, color=look.ink, ha="center", va="center_baseline")
 
 
 def render(figure: Figure, name: str, alt: str) -> Picture:
@@ -93,9 +91,3 @@ def render(figure: Figure, name: str, alt: str) -> Picture:
     # Metadata holds nothing; the style sheet would apply to the whole page that the picture stands in.
     svg = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>", "", out.getvalue(), flags=re.DOTALL)
     return Picture(re.sub(r"\n\s*", "\n", svg[svg.index("<svg") :]).strip(), alt)
-
-
-def _pale(look: Kind) -> str:
-    """The hatch's colour: nearer to the ground than to the line, so that the label stays legible."""
-    ground, line = (mpl.colors.to_rgb(colour) for colour in (look.ground, look.line))
-    return mpl.colors.to_hex([0.6 * g + 0.4 * l for g, l in zip(ground, line)])
