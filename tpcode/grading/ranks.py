@@ -1,0 +1,36 @@
+"""Run a learner's function on real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tpcode.grading.answers import stub_in
+from tpcode.grading.failures import Unfilled, Wrong
+from tpcode.runtime import launch
+
+SIZES = (1, 2, 4)  # the t at which exercises with real ranks run
+
+
+def on_ranks(function: Callable, t: int, *args, **kwargs) -> list:
+    """What `function(*args, **kwargs)` returns on each of t ranks, in rank order.
+
+    Within a check nothing needs to be caught: `check` turns a rank's error into the learner's own lines.
+    """
+    return launch(function, t, *args, **kwargs)
+
+
+def require_returned(function: Callable, results: list, hint: str = "") -> None:
+    """Raise if `function`, the learner's, returned None or `...` on a rank.
+
+    Raises:
+        Unfilled: its source still holds the stub, and every rank returned nothing.
+        Wrong: a rank returned nothing for another reason; `hint` says which it may be.
+    """
+    empty = [rank for rank, result in enumerate(results) if result is None or result is Ellipsis]
+    if not empty:
+        return
+    stub = stub_in(function)
+    if stub and len(empty) == len(results):
+        raise Unfilled(f"replace {stub} in {function.__name__}.")
+    where = "on every rank" if len(empty) == len(results) else f"on rank {empty[0]}"
+    raise Wrong(f"{function.__name__} returned {results[empty[0]]} {where}. {hint or 'Is there a return?'}")
