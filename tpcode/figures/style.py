@@ -90,4 +90,7 @@ def render(figure: Figure, name: str, alt: str) -> Picture:
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     # Metadata holds nothing; the style sheet would apply to the whole page that the picture stands in.
     svg = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>", "", out.getvalue(), flags=re.DOTALL)
-    return Picture(re.sub(r"\n\s*", "\n", svg[svg.index("<svg") :]).strip(), alt)
+    svg = re.sub(r"\n\s*", "\n", svg[svg.index("<svg") :]).strip()
+    # On a phone it scrolls rather than shrinks: 1.1 px a point keeps the smallest text near 9 px.
+    narrowest = round(1.1 * 72 * figure.get_figwidth())
+    return Picture(svg.replace("<svg", f'<svg style="min-width: {narrowest}px"', 1), alt)
