@@ -1,8 +1,8 @@
 """The board: shared memory on which ranks write what they are about to do, before they do it.
 
 Gloo answers ranks that disagree with a crash that Python cannot catch, with silent garbage, or by waiting for ever. So
-every rank writes a note (operation, reduce op or source, dtypes, shapes) on a board in shared memory *before* it enters,
-and compares it with what a peer wrote for the same number of the same group. The first rank to differ raises
+every rank writes a note (operation, reduce op or source, dtypes, shapes) on a board in shared memory *before* it
+enters, and compares it with what a peer wrote for the same number of the same group. The first rank to differ raises
 `CollectiveMismatch` and does not enter. The parent reads the board to see who waits for whom.
 
 The board is one anonymous piece of memory, so nothing is left behind when a process is killed:

@@ -97,7 +97,7 @@ def _send_output_to(stdout: Connection, stderr: Connection) -> None:
         os.dup2(pipe.fileno(), number)
         pipe.close()
     sys.stdout, sys.stderr = (
-        io.TextIOWrapper(open(n, "wb", buffering=0, closefd=False), "utf-8", "backslashreplace", write_through=True)
+        io.TextIOWrapper(io.FileIO(n, "wb", closefd=False), "utf-8", "backslashreplace", write_through=True)
         for n in (1, 2)
     )
     libc = ctypes.CDLL(None)
@@ -172,7 +172,8 @@ class Rank:
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
         torch.set_grad_enabled(True)
-        torch.use_deterministic_algorithms(False)
+        if torch.are_deterministic_algorithms_enabled():  # asked first: setting it imports all of inductor
+            torch.use_deterministic_algorithms(False)
         torch.set_num_threads(threads_per_rank(self.setting.ranks))
         torch.set_rng_state(self.generator_state)
         if torch.cuda.is_available() and torch.cuda.is_initialized():
