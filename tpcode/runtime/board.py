@@ -243,7 +243,7 @@ def mismatch_message(channel: Channel, number: int, calls: dict[int, str]) -> st
     lines = [f"  rank {rank}: {text}" for rank, text in sorted(calls.items())]
     return "\n".join(
         [
-            f"collective {number} of {channel.name} differs between ranks:",
+            f"call {number} of {channel.name} differs between ranks:",
             *lines,
             "Every rank of a group must make the same calls, in the same order, with the same dtypes and shapes.",
         ]

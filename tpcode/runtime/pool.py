@@ -12,13 +12,12 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import types
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-import cloudpickle
-
-from tpcode.runtime import worker
+from tpcode.runtime import sending, worker
 from tpcode.runtime.board import ANY_SOURCE, Board, Channel
 from tpcode.runtime.env import choose_backend, init_from_env, torchrun_ranks
 from tpcode.runtime.errors import CollectiveMismatch, RankError, RankTimeout
@@ -245,7 +244,7 @@ class _Ranks:
         replies = self._collect(timeout, limit)
         self._check_counts(replies)
         self.output.finish()
-        results = [cloudpickle.loads(reply.result) for reply in replies]
+        results = [sending.loads(reply.result) for reply in replies]
         self.reusable = all(reply.reusable for reply in replies)
         return results
 
@@ -305,15 +304,15 @@ class _Ranks:
         raised = {rank: reply for rank, reply in enumerate(replies) if isinstance(reply, worker.Raised)}
         rank = min(raised, key=lambda r: raised[r].when)
         first = raised[rank]
-        report = cloudpickle.loads(first.report) if first.report else None
+        report = sending.loads(first.report) if first.report else None
         text = "".join(report.format()) if report is not None else first.summary
         try:
-            exception = cloudpickle.loads(first.exception) if first.exception else None
+            exception = sending.loads(first.exception) if first.exception else None
         except Exception:  # it can be unpickled only where it came from
             exception = None
         if isinstance(exception, CollectiveMismatch):
-            where = "\n".join(line for line in text.splitlines() if line.startswith("  "))
-            return CollectiveMismatch(exception.args[0], rank, f"rank {rank} was here:\n{where}")
+            where = traceback.format_list([f for f in report.stack if worker.is_callers_code(f.filename)])
+            return CollectiveMismatch(exception.args[0], rank, f"rank {rank} was here:\n{''.join(where)}")
         also = [r for r in raised if r != rank]
         more = f" (so did {_ranks(also)})" if also else ""
         return RankError(f"rank {rank} raised {first.summary}{more}", rank, text, exception)
@@ -421,8 +420,8 @@ class _Ranks:
             while self.stacks[rank].poll(0.2):
                 text += os.read(self.stacks[rank].fileno(), 1 << 16).decode(errors="replace")
             frames = re.findall(r'File "(.+?)", line (\d+) in (\S+)', text)
-            for file, line, function in frames:
-                if os.sep + "torch" + os.sep not in file and not file.startswith(os.path.dirname(__file__)):
+            for file, line, function in frames:  # the innermost comes first
+                if worker.is_callers_code(file) and not file.startswith("<"):
                     places[rank] = f"\n          at line {line} of {function}, in {file}"
                     break
         return places
@@ -515,7 +514,7 @@ def _job(call: bytes) -> worker.Job:
 
 def _to_send(fn, args, kwargs) -> bytes:
     try:
-        return cloudpickle.dumps((fn, args, kwargs))
+        return sending.dumps((fn, args, kwargs))
     except Exception as error:
         name = getattr(fn, "__name__", repr(fn))
         raise TypeError(
@@ -539,8 +538,8 @@ def _run_here(fn, world_size: int, args, kwargs) -> list:
         )
     init_from_env()
     results: list = [None] * world_size
-    dist.all_gather_object(results, cloudpickle.dumps(fn(*args, **kwargs)))
-    return [cloudpickle.loads(result) for result in results]
+    dist.all_gather_object(results, sending.dumps(fn(*args, **kwargs)))
+    return [sending.loads(result) for result in results]
 
 
 # ---- arguments and words --------------------------------------------------------------------------------------------

@@ -19,8 +19,7 @@ from datetime import timedelta
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 
-import cloudpickle
-
+from tpcode.runtime import sending
 from tpcode.runtime.board import Board
 from tpcode.runtime.env import loopback, threads_per_rank, with_cpu
 
@@ -45,7 +44,7 @@ class Setting:
 class Job:
     """One call of `launch`, with the caller's surroundings as they are now."""
 
-    call: bytes  # cloudpickled (fn, args, kwargs), unpickled only when the surroundings are in place
+    call: bytes  # (fn, args, kwargs) as bytes, loaded only when the surroundings are in place
     directory: str
     path: list[str]
     argv: list[str]
@@ -54,7 +53,7 @@ class Job:
 
 @dataclass
 class Returned:
-    """fn returned; `result` is cloudpickled. `reusable` is false where the job left what cannot be undone."""
+    """fn returned; `result` is its value as bytes. `reusable` is false where the job left what cannot be undone."""
 
     result: bytes
     reusable: bool
@@ -62,11 +61,11 @@ class Returned:
 
 @dataclass
 class Raised:
-    """fn raised. `exception` is cloudpickled, or empty where it cannot be."""
+    """fn raised. `exception` is empty where it cannot be sent."""
 
     when: float  # time.monotonic()
     summary: str  # "ValueError: …"
-    report: bytes  # cloudpickled traceback.TracebackException, formatted by the parent, which has the notebook's source
+    report: bytes  # a traceback.TracebackException, formatted by the parent, which has the notebook's source
     exception: bytes
 
 
@@ -150,7 +149,7 @@ class Rank:
     def run(self, job: Job) -> Returned | Raised:
         try:
             self._prepare(job)
-            fn, args, kwargs = cloudpickle.loads(job.call)
+            fn, args, kwargs = sending.loads(job.call)
             result = _to_send(fn(*args, **kwargs))
             return Returned(result, reusable=self._tidy())
         except BaseException as error:  # SystemExit too: a rank that calls sys.exit has not done its job
@@ -223,17 +222,19 @@ _TPCODE = os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep
 
 def _is_callers(file: str | None) -> bool:
     """Whether a module's file is the caller's own Python source: not installed, and not of this package."""
-    if file is None or not file.endswith(".py"):
-        return False
+    return file is not None and file.endswith(".py") and is_callers_code(file)
+
+
+def is_callers_code(file: str) -> bool:
+    """Whether code of that file is the caller's: not installed, and not of this package. A notebook's cell is."""
     file = os.path.realpath(file)
-    if file.startswith((*_INSTALLED, _TPCODE)):
-        return False
-    return f"{os.sep}site-packages{os.sep}" not in file and f"{os.sep}dist-packages{os.sep}" not in file
+    installed = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+    return not file.startswith((*_INSTALLED, _TPCODE)) and not any(part in file for part in installed)
 
 
 def _to_send(value) -> bytes:
     try:
-        return cloudpickle.dumps(value)
+        return sending.dumps(value)
     except Exception as error:
         raise TypeError(
             f"the rank's function returned a {type(value).__name__} that cannot be sent to the caller ({error}); "
@@ -257,6 +258,6 @@ def _raised(error: BaseException) -> Raised:
 
 def _to_send_or_empty(value) -> bytes:
     try:
-        return cloudpickle.dumps(value)
+        return sending.dumps(value)
     except Exception:
         return b""
