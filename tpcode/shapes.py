@@ -13,8 +13,8 @@ from operator import index
 _LISTED = 16  # how many working sizes an error message lists
 
 
-def divide(n: int, t: int, what: str) -> int:
-    """n / t, exactly.
+def divide(n: int, t: int, what: str, hint: str = "") -> int:
+    """n / t, exactly. `hint` says what else would work.
 
     Raises:
         ValueError: t does not divide n; the message lists the sizes of t that do.
@@ -22,7 +22,8 @@ def divide(n: int, t: int, what: str) -> int:
     """
     n, t = require_int(n, what, minimum=0), require_int(t, "t")
     if n % t:
-        raise ValueError(f"{what} = {n} does not divide by t = {t}; t that work: {_listed(_divisors(n))}")
+        works = _listed(_divisors(n))
+        raise ValueError(f"{what} = {n} does not divide by t = {t}; t that work: {works}{hint and '; ' + hint}")
     return n // t
 
 
@@ -131,8 +132,8 @@ def require_last_dim(x, n: int, what: str, hint: str = "") -> None:
         raise ValueError(f"{what}: the last dimension must be {n} and {found} (shape {shape}){hint and '; ' + hint}")
 
 
-def require_int(value, what: str, minimum: int = 1) -> int:
-    """value as an int.
+def require_int(value, what: str, minimum: int | None = 1) -> int:
+    """value as an int; `minimum=None` allows any.
 
     Raises:
         TypeError: it is no integer (a bool is none, nor is 2.0).
@@ -141,7 +142,7 @@ def require_int(value, what: str, minimum: int = 1) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{what} must be an integer and is {value!r}")
     value = index(value)
-    if value < minimum:
+    if minimum is not None and value < minimum:
         raise ValueError(f"{what} must be at least {minimum} and is {value}")
     return value
 

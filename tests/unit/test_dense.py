@@ -7,7 +7,7 @@ import torch
 from tpcode import byhand
 from tpcode.dense import FFN, SwiGLU
 
-H, F = 5, 12
+H, F = 6, 12
 
 
 def test_ffn_equals_the_one_by_hand():
