@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,12 @@ def test_the_page_does_not_give_the_answers_away():
     """After the statements stands which chapter settles each, and no verdict."""
     after = page().partition("True or false?")[2].partition("\n## ")[0]
     assert not re.search(r"\b(right|wrong|imprecise|is true|is false|are true|are false)\b", after.partition("10. ")[2])
+
+
+def test_the_page_points_to_this_repository():
+    """Where it moves, the links of the page have to follow."""
+    repository = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Repository"]
+    text = (ROOT / "chapters/00_start_here.ipynb").read_text(encoding="utf-8")
+    found = re.findall(r"https://github\.com/[^\s\"')\\]+", text)
+    assert len(found) == 2  # the install line and the exercise
+    assert all(address.startswith(repository) for address in found)
