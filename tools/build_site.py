@@ -14,7 +14,16 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("_config.yml", "_toc.yml", "book", "chapters", "pyproject.toml", "constraints.txt", "tools/build_site.py")
+SOURCES = (
+    "_config.yml",
+    "_toc.yml",
+    "book",
+    "chapters",
+    "exercises",
+    "pyproject.toml",
+    "constraints.txt",
+    "tools/build_site.py",
+)
 HTML = ROOT / "_build" / "html"
 LOG = ROOT / "_build" / "site.log"
 STAMP = ROOT / "_build" / "site.sha256"

@@ -40,7 +40,7 @@ def address(site):
 
 @pytest.fixture(scope="session")
 def browser():
-    """Headless Chromium. Without one the tests are skipped; where nothing may be skipped (TPCODE_NO_SKIPS=1), they fail."""
+    """Headless Chromium. Without one the tests are skipped, or fail with TPCODE_NO_SKIPS=1."""
     executable = next(filter(None, map(shutil.which, BROWSERS)), None)
     if executable is None:
         message = f"no browser, so the pages are not looked at: none of {', '.join(BROWSERS)} is on the PATH"

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("_config.yml", "_toc.yml", "book", "chapters", "pyproject.toml", "constraints.txt", "tools")
+SOURCES = ("_config.yml", "_toc.yml", "book", "chapters", "exercises", "pyproject.toml", "constraints.txt", "tools")
 
 # What a browser fetches by itself. A plain link to another host is the reader's choice and is fine.
 FETCHED = {("script", "src"), ("img", "src"), ("iframe", "src"), ("source", "src"), ("video", "src"), ("audio", "src"),
@@ -129,8 +129,7 @@ def test_titles_differ_and_every_page_is_described(site, pages):
         meta = pages[path].meta
         assert 40 <= len(meta["description"] or "") <= 200, (path.name, meta.get("description"))
         assert meta["og:title"] and meta["og:url"].startswith("https://")
-        image = meta["og:image"].removeprefix(meta["og:url"].split("/chapters/")[0].rsplit("/", 1)[0] + "/")
-        assert (site / image).is_file(), image
+        assert (site / meta["og:image"].removeprefix(pages[site / "index.html"].meta["og:url"])).is_file()
 
 
 def test_sitemap_lists_the_pages(site, pages):

@@ -96,7 +96,7 @@ NOT_FOUND = """<!doctype html>
 
 
 def write_site_files(app, exception):
-    """sitemap.xml, robots.txt, 404.html, and .nojekyll, without which GitHub Pages hides folders such as _static."""
+    """sitemap.xml, robots.txt and 404.html."""
     if exception is not None or app.builder.format != "html":
         return
     base, out = app.config.html_baseurl, Path(app.outdir)
@@ -110,7 +110,6 @@ def write_site_files(app, exception):
     (out / "robots.txt").write_text(f"Sitemap: {base}sitemap.xml\n", encoding="utf-8")
     page = NOT_FOUND.format(title=html.escape(app.config.html_title), front=urlsplit(base).path)
     (out / "404.html").write_text(page, encoding="utf-8")
-    (out / ".nojekyll").touch()
 
 
 def setup(app):

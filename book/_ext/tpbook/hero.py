@@ -17,6 +17,8 @@ GAP = 30  # between two matrices
 LABEL = 20  # height of the name above a matrix
 COLLECTIVE = 34  # thickness of the bar that joins the ranks
 
+NEWLINE = "\n"  # between texts, for the search page shows a page's text as it stands
+
 ALT = (
     "A small feed-forward network on two ranks. Both ranks hold the input X. Rank 0 holds the left half of the columns "
     "of A and the upper half of the rows of B, rank 1 the other halves. Each multiplies on its own and ends with a "
@@ -79,7 +81,7 @@ def matrix(x, y, name, kind, values):
     for i, row in enumerate(values):
         for j, value in enumerate(row):
             parts.append(text(x + (j + 0.5) * CELL, y + (i + 0.5) * CELL + 6, value, "value"))
-    return "".join(parts) + "</g>"
+    return NEWLINE.join(parts) + "</g>"
 
 
 def size(values):
@@ -161,7 +163,7 @@ def arrow(x1, y1, x2, y2):
 def drawing(name, width, height, parts):
     return (
         f'<svg class="hero-drawing {name}" viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{ALT}">'
-        f"{patterns(name + '-')}{''.join(parts)}</svg>"
+        f"{patterns(name + '-')}{NEWLINE.join(parts)}</svg>"
     )
 
 
