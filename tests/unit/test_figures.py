@@ -1,10 +1,12 @@
 """Pictures: the same bytes on every run, never colour alone, and drawn from data that says the right thing."""
 
+import json
 import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from itertools import combinations
+from pathlib import Path
 
 import matplotlib as mpl
 import pytest
@@ -51,7 +53,7 @@ def test_no_date_no_version_no_path_no_foreign_host():
 def test_a_page_can_take_it_in():
     svg = three_splits().svg
     ElementTree.fromstring(svg)
-    assert svg.startswith('<svg style="min-width: 519px"')  # scrolls on a phone
+    assert svg.startswith('<svg style="min-width: 324px"')  # scrolls on a phone
     assert "<style" not in svg  # a style sheet in an inline SVG would restyle the whole page
     assert "<metadata" not in svg
 
@@ -60,6 +62,12 @@ def test_the_words_say_what_the_picture_says():
     alt = three_splits().alt
     for split in SPLITS:
         assert split.name in alt and split.holds in alt and split.sends in alt
+
+
+def test_the_page_gives_these_words_to_who_cannot_see_it():
+    page = json.loads((Path(__file__).parents[2] / "chapters/00_start_here.ipynb").read_text(encoding="utf-8"))
+    cells = [cell for cell in page["cells"] if "three_splits(" in "".join(cell["source"])]
+    assert [cell["metadata"]["mystnb"]["image"]["alt"] for cell in cells] == [three_splits().alt]
 
 
 def test_drawing_leaves_the_callers_settings_alone():

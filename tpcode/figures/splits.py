@@ -53,7 +53,7 @@ def data_parallel(layers: int, devices: int) -> Split:
     return Split(
         "Data parallel",
         "every device has all layers, and its own part of the batch",
-        "once a step: the gradients are added up",
+        "once a step: gradients, to be added up",
         tuple((Tile(0, f"batch·{r}", "sharded"), *whole) for r in range(devices)),
         (Sum(layers),),
     )
@@ -85,7 +85,7 @@ def tensor_parallel(layers: int, devices: int) -> Split:
     return Split(
         "Tensor parallel",
         "every device has a slice of every layer, and the whole batch",
-        "in every layer, forward and backward: partial sums are added up",
+        "in every layer, forward and backward: partial sums",
         tuple((Tile(0, "batch", "replicated"), *slices(r)) for r in range(devices)),
         tuple(Sum(row) for row in range(1, layers + 1)),
     )
@@ -118,8 +118,8 @@ def describe(splits: list[Split]) -> str:
 
 # ---- drawing, in points ---------------------------------------------------------------------------------------------
 
-_LEFT, _BOX, _GAP = 8.0, 104.0, 12.0
-_HEAD, _ROW, _TILE, _FOOT, _LEGEND = 42.0, 26.0, 15.0, 32.0, 46.0
+_LEFT, _BOX, _GAP = 8.0, 80.0, 8.0
+_HEAD, _ROW, _TILE, _FOOT, _LEGEND = 56.0, 26.0, 15.0, 34.0, 46.0
 
 
 def _left(device: int) -> float:
@@ -128,11 +128,11 @@ def _left(device: int) -> float:
 
 def _draw_split(axes: Axes, split: Split, top: float, layers: int) -> None:
     axes.text(_LEFT, top + 14, split.name, color=INK, weight="bold", size=10.5)
-    axes.text(_LEFT + 112, top + 14, split.holds, color=INK)
+    axes.text(_LEFT, top + 28, split.holds, color=INK)
     rows_top = top + _HEAD
     for device, tiles in enumerate(split.devices):
         x = _left(device)
-        axes.text(x + _BOX / 2, top + 31, f"device {device}", color=INK, ha="center", size=8)
+        axes.text(x + _BOX / 2, top + 45, f"device {device}", color=INK, ha="center", size=8)
         box = (x, rows_top - 6), _BOX, (layers + 1) * _ROW + 6
         axes.add_patch(Rectangle(*box, facecolor="none", edgecolor=INK, alpha=0.6, lw=0.8))
         for row in range(1, layers + 1):  # the whole layer's outline: what this device does not hold is seen too
@@ -177,10 +177,10 @@ def _draw_legend(axes: Axes, top: float) -> None:
     x = _LEFT
     tile(axes, x, y, 34, 14, "replicated", "all")
     axes.text(x + 40, y + 7, "the same on every device", color=INK, va="center_baseline", size=8)
-    tile(axes, x + 190, y, 34, 14, "sharded", "own")
-    axes.text(x + 230, y + 7, "on this device only", color=INK, va="center_baseline", size=8)
+    tile(axes, x + 174, y, 34, 14, "sharded", "own")
+    axes.text(x + 214, y + 7, "on this device only", color=INK, va="center_baseline", size=8)
     y += 22
     _plus(axes, x + 17, y + 7)
     axes.text(x + 40, y + 7, "parts of a sum, to be added", color=INK, va="center_baseline", size=8)
-    _arrow(axes, (x + 190, y + 7), (x + 224, y + 7))
-    axes.text(x + 230, y + 7, "passes between devices", color=INK, va="center_baseline", size=8)
+    _arrow(axes, (x + 174, y + 7), (x + 208, y + 7))
+    axes.text(x + 214, y + 7, "passes between devices", color=INK, va="center_baseline", size=8)

@@ -91,6 +91,6 @@ def render(figure: Figure, name: str, alt: str) -> Picture:
     # Metadata holds nothing; the style sheet would apply to the whole page that the picture stands in.
     svg = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>", "", out.getvalue(), flags=re.DOTALL)
     svg = re.sub(r"\n\s*", "\n", svg[svg.index("<svg") :]).strip()
-    # On a phone it scrolls rather than shrinks: 1.1 px a point keeps the smallest text near 9 px.
-    narrowest = round(1.1 * 72 * figure.get_figwidth())
+    # On a screen narrower than 0.9 px a point it scrolls rather than shrinks, so that its text stays legible.
+    narrowest = round(0.9 * 72 * figure.get_figwidth())
     return Picture(svg.replace("<svg", f'<svg style="min-width: {narrowest}px"', 1), alt)
