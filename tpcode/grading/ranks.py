@@ -4,19 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch import Tensor
+
 from tpcode.grading.answers import stub_in
 from tpcode.grading.failures import Unfilled, Wrong
-from tpcode.runtime import launch
+from tpcode.runtime import RankPool
 
 SIZES = (1, 2, 4)  # the t at which exercises with real ranks run
+
+TIMEOUT = 20.0  # seconds that a rank may wait for others: a learner should not wait a minute to hear that it hangs
+LIMIT = 90.0  # seconds that one run may take; less than a cell may under `make check`
+KEPT_POOLS = 3
+
+_pools: dict[int, RankPool] = {}  # by size, least recently used first
 
 
 def on_ranks(function: Callable, t: int, *args, **kwargs) -> list:
     """What `function(*args, **kwargs)` returns on each of t ranks, in rank order.
 
     Within a check nothing needs to be caught: `check` turns a rank's error into the learner's own lines.
+
+    Raises:
+        RankError, CollectiveMismatch, RankTimeout: as `tpcode.launch`, but after TIMEOUT and LIMIT seconds.
     """
-    return launch(function, t, *args, **kwargs)
+    pool = _pools.pop(t, None) or RankPool(t, timeout=TIMEOUT, limit=LIMIT)
+    _pools[t] = pool
+    while len(_pools) > KEPT_POOLS:
+        _pools.pop(next(iter(_pools))).close()
+    return pool.run(_finished, function, args, kwargs)
+
+
+def _finished(function: Callable, args: tuple, kwargs: dict):
+    return _settled(function(*args, **kwargs))
+
+
+def _settled(result):
+    """The result with its tensors detached and complete: a functional collective's is under way until it is used."""
+    if isinstance(result, Tensor):
+        return result.detach().clone()
+    if isinstance(result, dict):
+        return {key: _settled(value) for key, value in result.items()}
+    if type(result) in (list, tuple):
+        return type(result)(map(_settled, result))
+    return result
 
 
 def require_returned(function: Callable, results: list, hint: str = "") -> None:
