@@ -17,12 +17,15 @@ overwritten can no longer be compared one by one; the checksums, compared at the
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import struct
 import tempfile
+import threading
 import time
 import zlib
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
 
@@ -47,7 +50,11 @@ ANY_SOURCE = "messages from any rank to rank"
 
 
 class SharedMemory:
-    """Anonymous memory shared with the worker processes that it is handed to; gone when the last one ends."""
+    """Anonymous memory shared with the worker processes that it is handed to; gone when the last one ends.
+
+    Its lock is a record lock on the file behind it, which the kernel gives back when a process dies; a multiprocessing
+    lock would have a name, and could be left behind.
+    """
 
     def __init__(self, size: int, fd: int | None = None):
         if fd is None:
@@ -55,6 +62,17 @@ class SharedMemory:
             os.ftruncate(fd, size)  # sparse: pages that nobody writes cost nothing
         self.size, self._fd = size, fd
         self.bytes = mmap.mmap(fd, size)
+        self._threads = threading.Lock()  # a record lock does not tell the threads of one process apart
+
+    @contextmanager
+    def locked(self):
+        """No other process, or thread of this one, is in such a block meanwhile."""
+        with self._threads:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.lockf(self._fd, fcntl.LOCK_UN)
 
     def __reduce__(self):
         return _attach, (self.size, DupFd(self._fd))
@@ -98,16 +116,10 @@ class Note:
 
 
 class Board:
-    """The shared memory that ranks write their notes on. Made by the parent, handed to each worker.
+    """The shared memory that `ranks` ranks write their notes on. Made by the parent, handed to each worker."""
 
-    Args:
-        ranks: number of ranks.
-        lock: a multiprocessing lock. It makes "write mine, read theirs" one step, so that of two ranks that differ at
-            least the second sees the difference, on any processor.
-    """
-
-    def __init__(self, ranks: int, lock):
-        self.ranks, self.lock = ranks, lock
+    def __init__(self, ranks: int):
+        self.ranks = ranks
         self.capacity = 256 + 4 * ranks * ranks
         self._entry_bytes = _ENTRY.size + _NAME_BYTES + 2 * ranks
         self._first_page = _HEAD.size + self.capacity * self._entry_bytes
@@ -140,7 +152,7 @@ class Board:
     def open_channel(self, name: str, members: list[int], rank: int) -> Channel:
         """This process's view of the channel of that name, added to the directory by the first to ask."""
         name = name if len(name) <= _NAME_BYTES else name[: _NAME_BYTES - 9] + f"#{zlib.crc32(name.encode()):08x}"
-        with self.lock:
+        with self.memory.locked():
             for channel in self.channels():
                 if channel.name == name and channel.members == members:
                     break
@@ -193,7 +205,8 @@ class Board:
         channel.checksum = zlib.crc32(_common(text).encode(), channel.checksum)
         at = self._slot(channel, channel.me, channel.count)
         page = channel.pages + channel.me * _PAGE_BYTES
-        with self.lock:
+        # "Read theirs, write mine" is one step, so that of two ranks that differ the second always sees the difference.
+        with self.memory.locked():
             self._compare(channel, raw.decode(errors="replace"))
             _NOTE.pack_into(self.memory.bytes, at, channel.count, time.monotonic(), len(raw))
             self.memory.bytes[at + _NOTE.size : at + _NOTE.size + len(raw)] = raw

@@ -169,7 +169,7 @@ class _Ranks:
 
         context = _context()
         self.n, self.reusable = n, False
-        self.board = Board(n, context.Lock())
+        self.board = Board(n)
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes, self.jobs, self.stacks, streams = [], [], [], []
         try:
@@ -321,7 +321,7 @@ class _Ranks:
 
     def _channels(self) -> list[Channel]:
         """The channels on which members must agree."""
-        with self._quiet_board():
+        with self.board.memory.locked():
             channels = self.board.channels()
         anyone = {channel.members[0] for channel in channels if channel.name.startswith(ANY_SOURCE)}
         return [
@@ -331,20 +331,10 @@ class _Ranks:
             and not (channel.name.startswith("messages") and channel.members[1] in anyone)
         ]
 
-    @contextlib.contextmanager
-    def _quiet_board(self):
-        """No rank writes meanwhile; a rank that died with the lock does not stop us."""
-        held = self.board.lock.acquire(timeout=0.2)
-        try:
-            yield
-        finally:
-            if held:
-                self.board.lock.release()
-
     def _check_counts(self, replies: list) -> None:
         """Raise where a rank has returned and a peer has made more calls, or other ones, than it did."""
         for channel in self._channels():
-            with self._quiet_board():
+            with self.board.memory.locked():
                 state = [self.board.count(channel, m) for m in range(len(channel.members))]
             if len(set(state)) == 1:
                 continue
