@@ -5,7 +5,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
+import psutil
 import pytest
 
 from tools import check
@@ -142,3 +144,15 @@ def test_learn_survives_a_half_saved_notebook_and_ends_at_ctrl_c(root, learn):
     learn.send_signal(signal.SIGINT)
     assert learn.stdout.read() == "\nstopped; `make learn` goes on where you are\n"
     assert learn.wait(timeout=20) == 0
+
+
+def test_ctrl_c_while_an_exercise_runs_leaves_no_process(root, learn):
+    until(learn, "->")
+    fill_in(root, "one = None", "open('runs', 'w').close()\\nimport time\\ntime.sleep(1000)")
+    while not (root / "exercises/runs").exists():
+        time.sleep(0.1)
+    children = psutil.Process(learn.pid).children(recursive=True)
+    assert len(children) >= 2, "pytest and its kernel"
+    learn.send_signal(signal.SIGINT)
+    assert learn.wait(timeout=30) == 0
+    assert psutil.wait_procs(children, timeout=10)[1] == []

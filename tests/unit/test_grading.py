@@ -45,6 +45,14 @@ def test_wrong_is_an_assertion_with_a_short_rendering():
     assert caught.value.__suppress_context__
 
 
+def test_jupyter_shows_the_message_and_no_traceback(capsys):
+    from IPython.core.interactiveshell import InteractiveShell
+
+    shell = InteractiveShell()
+    shell.run_cell("from tpcode.grading import Wrong\nraise Wrong('0.1 not yet right: it is 2.')")
+    assert capsys.readouterr().out == "0.1 not yet right: it is 2.\n"
+
+
 @pytest.mark.parametrize("stub, shown", [(None, "None"), (..., "..."), ([1, [None]], "None"), ({"a": ...}, "...")])
 def test_a_stub_is_not_filled_in_rather_than_wrong(stub, shown):
     assert refusal(check, "80.1", stub) == f"80.1 is not filled in yet: replace {shown} in answer."

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from tpcode.comm import all_gather, all_reduce
-from tpcode.grading import Wrong, check
+from tpcode.grading import Wrong, check, ranks
 
 
 def stub(mine):
@@ -213,6 +213,20 @@ def test_wrong_answers_hear_what_is_wrong(add_up, said):
     for part in said:
         assert part in text
     assert "tpcode/" not in text and "  ch00.py" not in text, "of the traceback, only the learner's lines"
+
+
+def test_ranks_that_never_end_are_stopped(monkeypatch):
+    def endless(mine):
+        while True:
+            pass
+
+    monkeypatch.setattr(ranks, "_pools", {})
+    monkeypatch.setattr(ranks, "LIMIT", 1.0)
+    with pytest.raises(Wrong) as caught:
+        check("0.1", endless)
+    for pool in ranks._pools.values():
+        pool.close()
+    assert str(caught.value).startswith("0.1 not yet right: ") and "1 s" in str(caught.value)
 
 
 def test_the_runs_tell_the_wrong_answers_apart():
