@@ -25,7 +25,6 @@ import tempfile
 import threading
 import time
 import zlib
-from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
 
@@ -64,15 +63,14 @@ class SharedMemory:
         self.bytes = mmap.mmap(fd, size)
         self._threads = threading.Lock()  # a record lock does not tell the threads of one process apart
 
-    @contextmanager
-    def locked(self):
-        """No other process, or thread of this one, is in such a block meanwhile."""
-        with self._threads:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX)
-            try:
-                yield
-            finally:
-                fcntl.lockf(self._fd, fcntl.LOCK_UN)
+    def __enter__(self) -> None:
+        """Until the block ends, no other process, and no other thread of this one, is in such a block."""
+        self._threads.acquire()
+        fcntl.lockf(self._fd, fcntl.LOCK_EX)
+
+    def __exit__(self, *exception) -> None:
+        fcntl.lockf(self._fd, fcntl.LOCK_UN)
+        self._threads.release()
 
     def __reduce__(self):
         return _attach, (self.size, DupFd(self._fd))
@@ -152,7 +150,7 @@ class Board:
     def open_channel(self, name: str, members: list[int], rank: int) -> Channel:
         """This process's view of the channel of that name, added to the directory by the first to ask."""
         name = name if len(name) <= _NAME_BYTES else name[: _NAME_BYTES - 9] + f"#{zlib.crc32(name.encode()):08x}"
-        with self.memory.locked():
+        with self.memory:
             for channel in self.channels():
                 if channel.name == name and channel.members == members:
                     break
@@ -185,42 +183,50 @@ class Board:
 
     def note(self, channel: Channel, member: int, number: int) -> Note | None:
         """That member's note of that number; None where it is not written yet, or overwritten."""
+        found = self._read(channel, member, number)
+        return Note(number, found[0], found[1].decode(errors="replace")) if found else None
+
+    def _read(self, channel: Channel, member: int, number: int) -> tuple[float, bytes] | None:
         at = self._slot(channel, member, number)
         written, when, length = _NOTE.unpack_from(self.memory.bytes, at)
-        if not 0 < number <= self.count(channel, member)[0] or written != number:
+        # A slot may hold what an earlier job wrote: the count says whether it is of this one.
+        if written != number or not 0 < number <= self.count(channel, member)[0]:
             return None
-        at += _NOTE.size
-        return Note(number, when, bytes(self.memory.bytes[at : at + length]).decode(errors="replace"))
+        return when, self.memory.bytes[at + _NOTE.size : at + _NOTE.size + length]
 
     def write(self, channel: Channel, text: str) -> None:
-        """Compare with the first peer that has written this number, then write.
+        """Compare with what peers have written for this number, then write.
 
         Raises:
-            CollectiveMismatch: the peer is about to do something else.
+            CollectiveMismatch: a peer is about to do something else.
         """
         raw = text.encode()
         if len(raw) > _TEXT_BYTES:
             raw = raw[: _TEXT_BYTES - 11] + f" #{zlib.crc32(raw):08x}".encode()
         channel.count += 1
-        channel.checksum = zlib.crc32(_common(text).encode(), channel.checksum)
+        channel.checksum = zlib.crc32(raw if EXCHANGE not in text else _common(text).encode(), channel.checksum)
         at = self._slot(channel, channel.me, channel.count)
         page = channel.pages + channel.me * _PAGE_BYTES
+        memory = self.memory.bytes
         # "Read theirs, write mine" is one step, so that of two ranks that differ the second always sees the difference.
-        with self.memory.locked():
-            self._compare(channel, raw.decode(errors="replace"))
-            _NOTE.pack_into(self.memory.bytes, at, channel.count, time.monotonic(), len(raw))
-            self.memory.bytes[at + _NOTE.size : at + _NOTE.size + len(raw)] = raw
-            _COUNT.pack_into(self.memory.bytes, page, channel.count, channel.checksum)
+        with self.memory:
+            self._compare(channel, raw, text)
+            _NOTE.pack_into(memory, at, channel.count, time.monotonic(), len(raw))
+            memory[at + _NOTE.size : at + _NOTE.size + len(raw)] = raw
+            _COUNT.pack_into(memory, page, channel.count, channel.checksum)
 
-    def _compare(self, channel: Channel, mine: str) -> None:
-        me = channel.members[channel.me]
+    def _compare(self, channel: Channel, raw: bytes, mine: str) -> None:
+        exchange = EXCHANGE in mine
         for member, rank in enumerate(channel.members):
-            theirs = self.note(channel, member, channel.count)
-            if member == channel.me or theirs is None:
+            if member == channel.me:
                 continue
-            if not _agree(mine, channel.me, theirs.text, member):
-                calls = {rank: theirs.text, me: mine}
-                raise CollectiveMismatch(mismatch_message(channel, channel.count, calls), rank=me)
+            found = self._read(channel, member, channel.count)
+            if found is None or (found[1] == raw and not exchange):
+                continue
+            theirs = found[1].decode(errors="replace")
+            if not _agree(mine, channel.me, theirs, member):
+                calls = {rank: theirs, channel.members[channel.me]: mine}
+                raise CollectiveMismatch(mismatch_message(channel, channel.count, calls), channel.members[channel.me])
 
     @staticmethod
     def _slot(channel: Channel, member: int, number: int) -> int:

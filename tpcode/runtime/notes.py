@@ -57,6 +57,11 @@ _FUNCTIONAL = {
 }
 
 
+_WITH_ROOT = ("broadcast", "reduce", "gather", "scatter")
+_OPS = (ReduceOp, ReduceOp.RedOpType)
+_OP_NAMES = {op: name for name, op in ReduceOp.RedOpType.__members__.items()}
+
+
 class Notes:
     """One worker's writer of notes."""
 
@@ -116,7 +121,7 @@ class Notes:
     def install(self) -> None:
         """Note every collective of this process from now on."""
         for method, (name, which) in _METHODS.items():
-            self._before(method, functools.partial(self._note_method, name, which))
+            self._before(method, functools.partial(self.note_method, name, which))
         for method in ("alltoall", "alltoall_base", "all_to_all_single"):
             self._before(method, self._note_all_to_all)
         self._before("send", lambda group, tensors, peer, tag: self.message(group, group.rank(), peer, tag, tensors))
@@ -138,23 +143,21 @@ class Notes:
 
         setattr(ProcessGroup, method, noted)
 
-    def _note_method(self, name: str, which: int | None, group, *args, **kwargs) -> None:
+    def note_method(self, name: str, which: int | None, group, *args, **kwargs) -> None:
+        """Note a call of one of ProcessGroup's methods; `which` argument holds the tensors."""
         reduce_op = root = None
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, ReduceOp | ReduceOp.RedOpType):
-                reduce_op = value
-            elif isinstance(value, int) and not isinstance(value, bool):
-                root = value
-            else:  # an options object
-                reduce_op = getattr(value, "reduceOp", reduce_op)
-                root = getattr(value, "rootRank", root)
-        takes_op = "reduce" in name
-        takes_root = name in ("broadcast", "reduce", "gather", "scatter")
+        takes_op, takes_root = "reduce" in name, name in _WITH_ROOT
+        for value in (*args[1:], *kwargs.values()):  # an options object, or the op and the root themselves
+            if takes_op:
+                reduce_op = value if isinstance(value, _OPS) else getattr(value, "reduceOp", reduce_op)
+            if takes_root:
+                root = value if isinstance(value, int) else getattr(value, "rootRank", root)
+        tensors = () if which is None else args[which] if which < len(args) else kwargs["tensors"]
         self.collective(
             group,
             _describe(
                 name,
-                args[which] if which is not None and which < len(args) else kwargs.get("tensors", ()),
+                tensors,
                 _op_name(reduce_op) if takes_op else None,
                 self._global_rank(group, root) if takes_root else None,
             ),
@@ -280,8 +283,7 @@ def _commas(numbers: list[int]) -> str:
 
 
 def _op_name(op) -> str:
-    op = getattr(op, "op", op)
-    return "SUM" if op is None else op.name
+    return "SUM" if op is None else _OP_NAMES[getattr(op, "op", op)]
 
 
 def _resolve(group) -> ProcessGroup:

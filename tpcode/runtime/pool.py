@@ -321,7 +321,7 @@ class _Ranks:
 
     def _channels(self) -> list[Channel]:
         """The channels on which members must agree."""
-        with self.board.memory.locked():
+        with self.board.memory:
             channels = self.board.channels()
         anyone = {channel.members[0] for channel in channels if channel.name.startswith(ANY_SOURCE)}
         return [
@@ -334,7 +334,7 @@ class _Ranks:
     def _check_counts(self, replies: list) -> None:
         """Raise where a rank has returned and a peer has made more calls, or other ones, than it did."""
         for channel in self._channels():
-            with self.board.memory.locked():
+            with self.board.memory:
                 state = [self.board.count(channel, m) for m in range(len(channel.members))]
             if len(set(state)) == 1:
                 continue
