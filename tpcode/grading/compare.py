@@ -1,6 +1,6 @@
 """Compare what ranks computed with what the dense layer says, and say what a difference looks like.
 
-    compare(got, want, t=2, symptoms=[PART_ONLY, ...])
+    compare(got, want, t=2, symptoms=[part_only({"dX": [part_0, part_1]})])
 
 `got` is what `on_ranks` returned: for each rank a mapping from property ("Y", "dX") to a tensor or numbers. `want` is
 the same for each rank, or one mapping for all of them. The first property that differs on any rank raises Wrong, with
