@@ -28,15 +28,15 @@ class Kind:
 
     ground: str
     ink: str
-    shade: str
     hatch: str = ""
+    shade: str = ""
 
 
 # The site's colours (Okabe and Ito's palette), in light and dark alike.
 KINDS = {
-    "sharded": Kind("#0072b2", "#ffffff", "#0072b2"),
-    "replicated": Kind("#009e73", "#000000", "#008762", ".."),
-    "partial": Kind("#e69f00", "#000000", "#c88a00", "//////"),
+    "sharded": Kind("#0072b2", "#ffffff"),
+    "replicated": Kind("#009e73", "#000000", "..", "#008762"),
+    "partial": Kind("#e69f00", "#000000", "//////", "#c88a00"),
 }
 
 _RC = {
@@ -79,7 +79,9 @@ def tile(axes: Axes, x: float, y: float, width: float, height: float, kind: str,
     if not label:
         raise ValueError(f"a {kind} tile at ({x:g}, {y:g}) has no label")
     look = KINDS[kind]
-    axes.add_patch(Rectangle((x, y), width, height, fc=look.ground, ec=look.shade, hatch=look.hatch, lw=0))
+    axes.add_patch(Rectangle((x, y), width, height, facecolor=look.ground, lw=0))
+    if look.hatch:
+        axes.add_patch(Rectangle((x, y), width, height, facecolor="none", ec=look.shade, hatch=look.hatch, lw=0))
     axes.text(x + width / 2, y + height / 2, label, color=look.ink, ha="center", va="center_baseline")
 
 
