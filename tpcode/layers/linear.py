@@ -110,8 +110,8 @@ class SplitLinear(nn.Module):
             )
 
     def _require_whole_features(self, option: str) -> None:
-        placement = self.placements["weight"]
-        if len(placement.segments) > 1 or placement.shard_size(t := group_size(self.group)) * t != placement.true_size:
+        placement, t = self.placements["weight"], group_size(self.group)
+        if len(placement.segments) > 1 or placement.shard_size(t) * t != placement.true_size:
             raise ValueError(
                 f"{self._name}: {option} needs shards that lie side by side in the whole, and these are of the fused "
                 f"or padded segments {list(placement.segments)} over t = {t}"
