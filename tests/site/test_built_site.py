@@ -1,6 +1,8 @@
 """The site as files: every link leads somewhere, nothing comes from elsewhere, and a fault stops the build."""
 
+import doctest
 import gzip
+import importlib
 import json
 import re
 import shutil
@@ -183,6 +185,21 @@ def test_front_page_picture_computes_what_it_shows(site):
     assert [rank[-2:] for rank in ranks] == [z, z]
     assert [sum(pair) for pair in zip(ranks[0][12:14], ranks[1][12:14])] == z
     assert ranks[0][12:14] != z  # the parts are partial
+
+
+def test_quotations_become_boxes_and_figures_take_the_ink_of_the_page(site):
+    use = (site / "how_to_use.html").read_text(encoding="utf-8")
+    assert '<blockquote class="rule">' in use and '<blockquote class="prediction">' in use
+    figures = re.findall(r'<div class="figure"><svg role="img" aria-label="([^"]+)".*?</svg>',
+                         (site / "chapters" / "00_start_here.html").read_text(encoding="utf-8"), re.DOTALL)  # fmt: skip
+    assert figures and all(len(alt) > 40 for alt in figures)
+
+
+@pytest.mark.parametrize("module", ["figures", "plan", "project"])
+def test_examples_of_the_extension(module, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "book" / "_ext")
+    result = doctest.testmod(importlib.import_module(f"tpbook.{module}"))
+    assert result.attempted > 0 and result.failed == 0
 
 
 def test_repository_is_named_in_one_place(site):
