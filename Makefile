@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check --quiet --con
 
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help book site test lint lab clean constraints
+.PHONY: help book site lab check learn test lint bench notebooks exercises constraints clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,22 +43,39 @@ book: site  ## build the book and serve it on 127.0.0.1:8000
 	@echo "the book is at http://127.0.0.1:$(PORT)  (Ctrl-C ends it)"
 	@$(BIN)/python -m http.server $(PORT) --bind 127.0.0.1 --directory _build/html
 
-lab: .venv/.dev  ## open the chapters in Jupyter
-	$(BIN)/jupyter lab --notebook-dir=. chapters
+# ---- running and being checked --------------------------------------------------------------------------------------
+
+lab: .venv/.dev  ## open the chapters and exercises in Jupyter
+	@$(BIN)/jupyter lab --ServerApp.root_dir=. chapters/00_start_here.ipynb
+
+check: .venv/.dev  ## check your exercises: make check, make check EX=00, make check EX=00.1
+	@$(BIN)/python -m tools.check $(EX)
+
+learn: .venv/.dev  ## check the next open exercise whenever you save
+	@$(BIN)/python -m tools.learn $(EX)
 
 # ---- testing --------------------------------------------------------------------------------------------------------
 
 test: .venv/.dev lint site  ## everything that CI runs
-	$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest
 
 lint: .venv/.dev  ## ruff
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet .
 
-# ---- housekeeping ---------------------------------------------------------------------------------------------------
+bench: .venv/.dev  ## measure ranks: start, warm calls, notes, beside mp.spawn and torchrun
+	@$(BIN)/python tools/bench_ranks.py
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+notebooks: .venv/.dev  ## run and normalise changed notebooks, or NB=00, or NB=all
+	@$(BIN)/python -m tools.notebooks $(NB)
+
+exercises: .venv/.dev  ## make the learner's notebooks from exercises/solutions (FORCE=1 replaces filled-in ones)
+	@$(BIN)/python -m tools.exercises $(if $(FORCE),--force)
 
 constraints: .venv/.dev  ## renew constraints.txt from what is installed
-	$(BIN)/python tools/constraints.py
+	@$(BIN)/python tools/constraints.py
 
 clean:  ## remove what was built and installed
 	rm -rf .venv _build *.egg-info

@@ -44,11 +44,11 @@ dist.destroy_process_group()
 def main() -> None:
     measured: dict[tuple[str, str], list[float]] = {}
     limits = {
-        ("ranks ready, first pool of a program", "4 ranks"): 2.5,
-        ("ranks ready, further pool", "4 ranks"): 0.5,
+        ("first pool of a program, ranks ready", "4 ranks"): 2.5,
+        ("further pool, ranks ready", "4 ranks"): 0.5,
         ("call on warm ranks", "2 ranks"): 0.010,
         ("call on warm ranks", "4 ranks"): 0.010,
-        ("note before a collective", "2 ranks"): 20e-6,
+        ("note", "2 ranks"): 20e-6,
     }
     console = Console()
     for round_ in range(ROUNDS):
@@ -56,17 +56,17 @@ def main() -> None:
             ranks = f"{n} ranks"
             console.print(f"round {round_ + 1} of {ROUNDS}, {ranks}", highlight=False)
             for what, seconds in (
-                ("ranks ready, first pool of a program", first_pool(n)),
-                ("ranks ready, further pool", further_pool(n)),
-                ("mp.spawn until all have met", spawn(n)),
-                ("torchrun until all have met", torchrun(n)),
+                ("first pool of a program, ranks ready", first_pool(n)),
+                ("further pool, ranks ready", further_pool(n)),
+                ("mp.spawn, ranks have met", spawn(n)),
+                ("torchrun, ranks have met", torchrun(n)),
                 ("call on warm ranks", warm_call(n)),
             ):
                 measured.setdefault((what, ranks), []).append(seconds)
-        measured.setdefault(("note before a collective", "2 ranks"), []).append(note())
+        measured.setdefault(("note", "2 ranks"), []).append(note())
     table = Table(title=f"torch {torch.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     for column in ("", "", "median", "smallest", "largest", "at most"):
-        table.add_column(column, justify="left" if not column else "right")
+        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
     for (what, ranks), seconds in sorted(measured.items()):
         limit = limits.get((what, ranks))
         figures = [show(f(seconds)) for f in (statistics.median, min, max)]
