@@ -78,9 +78,7 @@ def test_a_whole_is_not_taken_for_a_shard_nor_a_shard_for_a_whole():
 
 def test_sizes_that_do_not_divide_are_refused_or_carried():
     """Rules out: 5 features over 2 ranks that forget they were 5."""
-    with pytest.raises(
-        ValueError, match="F = 5 does not divide by t = 2; t that work: 1, 5; or pad it with zeros"
-    ):
+    with pytest.raises(ValueError, match="F = 5 does not divide by t = 2; t that work: 1, 5; or pad it with zeros"):
         Placement(0, (5,)).shard(distinct(5), 0, 2, "F")
     carried = Placement(0, (5,), pad=True)
     assert (carried.true_size, carried.shard_size(2)) == (5, 3)

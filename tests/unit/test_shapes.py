@@ -25,7 +25,9 @@ def test_divide(n, t, share):
 def test_divide_refuses_and_lists_what_works():
     with pytest.raises(ValueError, match=r"^F = 1536 does not divide by t = 9; t that work: 1, 2, 3, 4, 6, 8"):
         divide(1536, 9, "F")
-    with pytest.raises(ValueError, match=r"V = 50257 does not divide by t = 2; t that work: 1, 29, 1733, 50257; pad it$"):
+    with pytest.raises(
+        ValueError, match=r"V = 50257 does not divide by t = 2; t that work: 1, 29, 1733, 50257; pad it$"
+    ):
         divide(50257, 2, "V", hint="pad it")
 
 
