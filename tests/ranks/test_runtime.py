@@ -54,6 +54,16 @@ def test_plain_collectives_work(pool4):
     assert pool4.run(job) == [6.0] * 4
 
 
+def test_a_result_still_under_way_is_waited_for(pool2):
+    def job():
+        import torch.distributed._functional_collectives as functional
+
+        return functional.all_reduce(torch.ones(1 << 20), "sum", dist.group.WORLD)
+
+    for result in pool2.run(job):
+        assert type(result) is torch.Tensor and result.eq(2).all()
+
+
 def test_one_rank_is_a_rank():
     assert launch(lambda: (dist.get_rank(), dist.get_world_size()), 1) == [(0, 1)]
 
@@ -272,7 +282,16 @@ def test_under_torchrun(tmp_path):
     ended = run_python(
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py", cwd=tmp_path
     )
-    assert sorted(ended.stdout.split("\n")) == ["", "[21, 21]", "[21, 21]", "top level", "top level"], ended.stderr
+    assert [ended.stdout.count(text) for text in ("top level", "[21, 21]")] == [2, 2], ended.stderr
+
+
+def test_many_ranks_under_torchrun_end_quietly(tmp_path):
+    """A process that ends while its group is open may abort in a thread of gloo's."""
+    (tmp_path / "script.py").write_text(SCRIPT.replace("2, 10", "8, 10"))
+    ended = run_python(
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8", "script.py", cwd=tmp_path
+    )
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_under_torchrun_with_another_number_of_ranks(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from datetime import timedelta
@@ -81,7 +82,16 @@ def init_from_env(timeout: float = 60.0) -> tuple[int, int]:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
         torch.set_num_threads(threads_per_rank(local_ranks))
         dist.init_process_group(with_cpu(backend), timeout=timedelta(seconds=timeout))
+        atexit.register(_leave)
     return place
+
+
+def _leave() -> None:
+    """Leave the group while torch's threads still run: a process that ends with it open may abort."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def with_cpu(backend: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 import types
 from collections import ChainMap
 
@@ -32,5 +33,20 @@ def _make_code(make, arguments, file: str) -> types.CodeType:
     return make(*arguments).replace(co_filename=file)
 
 
+def _reduce_async(tensor):
+    """A functional collective hands out its tensor before the result is there: wait for it first."""
+    return _same, (tensor.wait(),)
+
+
+def _same(value):
+    return value
+
+
 class _Pickler(cloudpickle.Pickler):
     dispatch_table = ChainMap({types.CodeType: _reduce_code_with_file}, cloudpickle.Pickler.dispatch_table)
+
+    def __init__(self, file):
+        functional = sys.modules.get("torch.distributed._functional_collectives")
+        if functional is not None:
+            self.dispatch_table = self.dispatch_table.new_child({functional.AsyncCollectiveTensor: _reduce_async})
+        super().__init__(file)  # which reads the table
