@@ -96,6 +96,17 @@ def test_links_and_anchors_resolve(site, pages):
     assert checked > 50  # not vacuous: the pages do have links
 
 
+def test_links_into_the_repository_name_its_branch_and_a_file_of_it(pages):
+    """The launch button of a chapter among them."""
+    repository = urlsplit(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]).path
+    mark = repository + "/blob/"
+    named = {link.split(mark)[1] for page in pages.values() for link in page.links if mark in link}
+    assert any(link.endswith("00_start_here.ipynb") for link in named)
+    for link in named:
+        branch, _, file = link.partition("/")
+        assert branch == "main" and (ROOT / file).is_file(), link
+
+
 def test_nothing_is_fetched_from_another_host(site, pages):
     foreign = [f"{path.name}: {url}" for path, page in pages.items() for url in page.fetched if is_foreign(url)]
     sheets = 0

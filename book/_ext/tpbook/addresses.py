@@ -11,6 +11,7 @@ from sphinx.builders.html import StandaloneHTMLBuilder
 
 from .project import repository_url, site_url
 
+BRANCH = "main"  # of the repository, that links into it and the launch button name
 DESCRIPTION_LENGTH = 160  # characters that search engines show
 
 
@@ -42,6 +43,7 @@ def place(app, config):
     repository = repository_url(app.srcdir)
     config.html_baseurl = site_url(repository)
     config.html_theme_options["repository_url"] = repository
+    config.html_theme_options["repository_branch"] = BRANCH
     config.html_theme_options["launch_buttons"] = {"colab_url": "https://colab.research.google.com"}
 
 
