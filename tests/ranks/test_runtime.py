@@ -303,6 +303,12 @@ def test_under_torchrun_with_another_number_of_ranks(tmp_path):
     assert "launch asks for 2 ranks, and torchrun started 1" in ended.stderr
 
 
+def test_variables_left_over_from_an_experiment_are_not_torchrun(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert launch(lambda: (dist.get_rank(), os.environ["WORLD_SIZE"]), 2) == [(0, "2"), (1, "2")]
+
+
 def test_init_from_env_says_what_is_missing(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(RuntimeError, match="torchrun --nproc-per-node 2 script.py"):

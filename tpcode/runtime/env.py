@@ -44,15 +44,20 @@ def choose_backend(ranks: int, backend: str | None = None) -> str:
     return backend
 
 
-def torchrun_ranks() -> tuple[int, int] | None:
-    """(rank, world size) where torchrun or a cluster's launcher started this process, else None."""
-    if "MASTER_ADDR" in os.environ and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+def under_torchrun() -> bool:
+    """Whether torchrun started this process. RANK and WORLD_SIZE alone may be left over from an experiment."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and _place() is not None
+
+
+def _place() -> tuple[int, int] | None:
+    """(rank, world size) that a launcher put into the environment, if one did."""
+    if all(name in os.environ for name in ("MASTER_ADDR", "RANK", "WORLD_SIZE")):
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return None
 
 
 def init_from_env(timeout: float = 60.0) -> tuple[int, int]:
-    """Join the ranks that torchrun started, on one node or many; returns (rank, world size).
+    """Join the ranks that torchrun, or a cluster's launcher, started, on one node or many; returns (rank, world size).
 
     Takes NCCL where this node has a GPU for each of its ranks, else gloo; sets the CUDA device and the threads. Safe to
     call again.
@@ -66,7 +71,7 @@ def init_from_env(timeout: float = 60.0) -> tuple[int, int]:
     import torch
     import torch.distributed as dist
 
-    place = torchrun_ranks()
+    place = _place()
     if place is None:
         raise RuntimeError(
             "RANK, WORLD_SIZE and MASTER_ADDR are not set: start this script with "

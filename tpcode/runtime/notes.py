@@ -2,7 +2,8 @@
 
 Plain calls (`torch.distributed.all_reduce` and its siblings) all go through the methods of c10d's ProcessGroup.
 Functional collectives, which DTensor is made of, call c10d from C++ and never touch those methods, so their kernels are
-wrapped too. Making a group is noted as well: it is a call that all ranks must make, in one order.
+wrapped too. Making a group is noted as well: it is a call that all ranks must make, in one order. What C++ calls by
+itself (the reducer of DistributedDataParallel) is not noted; there the timeouts alone stand guard.
 """
 
 from __future__ import annotations

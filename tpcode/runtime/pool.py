@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tpcode.runtime import sending, worker
 from tpcode.runtime.board import ANY_SOURCE, Board, Channel
-from tpcode.runtime.env import choose_backend, init_from_env, torchrun_ranks
+from tpcode.runtime.env import choose_backend, init_from_env, under_torchrun
 from tpcode.runtime.errors import CollectiveMismatch, RankError, RankTimeout
 
 _POLL = 0.05  # seconds between looks at the board while ranks work
@@ -48,7 +48,7 @@ def launch(fn, world_size: int, *args, **kwargs) -> list:
     _check_ranks(world_size, "world_size")
     if worker.inside_rank():
         raise RuntimeError("launch was called inside a rank; call it outside, or use torch.distributed.new_group here")
-    if torchrun_ranks() is not None:
+    if under_torchrun():
         return _run_here(fn, world_size, args, kwargs)
     with _pools_lock:
         return _warm_pool(world_size).run(fn, *args, **kwargs)
@@ -171,7 +171,7 @@ class _Ranks:
         self.n, self.reusable = n, False
         self.board = Board(n)
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.processes, self.jobs, self.stacks, streams = [], [], [], []
+        self.processes, self.jobs, self.stacks, self.output = [], [], [], _Output()
         try:
             for rank in range(n):
                 jobs, their_jobs = context.Pipe()
@@ -185,9 +185,8 @@ class _Ranks:
                     end.close()
                 self.processes.append(process)
                 self.jobs.append(jobs)
-                streams.append((pipes[0][0], pipes[1][0]))
+                self.output.add(pipes[0][0], pipes[1][0])
                 self.stacks.append(pipes[2][0])
-            self.output = _Output(streams)
             self._await_start()
         except BaseException:
             self.stop()
@@ -223,10 +222,10 @@ class _Ranks:
             process.kill()
         for process in self.processes:
             process.join(5)
-            process.close()
-        if hasattr(self, "output"):
-            self.output.finish()
-            self.output.close()
+            with contextlib.suppress(ValueError):  # it hangs in the kernel, and dies later
+                process.close()
+        self.output.finish()
+        self.output.close()
         for pipe in (*self.jobs, *self.stacks):
             pipe.close()
         self.processes = []
@@ -304,13 +303,9 @@ class _Ranks:
         raised = {rank: reply for rank, reply in enumerate(replies) if isinstance(reply, worker.Raised)}
         rank = min(raised, key=lambda r: raised[r].when)
         first = raised[rank]
-        report = sending.loads(first.report) if first.report else None
+        report, exception = _load_or_none(first.report), _load_or_none(first.exception)
         text = "".join(report.format()) if report is not None else first.summary
-        try:
-            exception = sending.loads(first.exception) if first.exception else None
-        except Exception:  # it can be unpickled only where it came from
-            exception = None
-        if isinstance(exception, CollectiveMismatch):
+        if isinstance(exception, CollectiveMismatch) and report is not None:
             where = traceback.format_list([f for f in report.stack if worker.is_callers_code(f.filename)])
             return CollectiveMismatch(exception.args[0], rank, f"rank {rank} was here:\n{''.join(where)}")
         also = [r for r in raised if r != rank]
@@ -423,13 +418,20 @@ _DEAD = object()
 class _Output:
     """What the ranks print: rank 0's at once, the others' at the end, in rank order, each line marked."""
 
-    def __init__(self, streams: list[tuple[Connection, Connection]]):
-        self.streams = streams
-        self.pipes = [pipe for pair in streams for pipe in pair]
-        for pipe in self.pipes:
+    def __init__(self):
+        self.streams: list[tuple[Connection, Connection]] = []  # of each rank: stdout, stderr
+        self.pipes: list[Connection] = []  # those that may still bring something
+        self.decoders: list[list[codecs.IncrementalDecoder]] = []
+        self.kept: list[list[tuple[int, str]]] = []
+
+    def add(self, *pair: Connection) -> None:
+        """The next rank's standard output and standard error."""
+        for pipe in pair:
             os.set_blocking(pipe.fileno(), False)
-        self.decoders = [[codecs.getincrementaldecoder("utf-8")("replace") for _ in pair] for pair in streams]
-        self.kept: list[list[tuple[int, str]]] = [[] for _ in streams]
+        self.streams.append(pair)
+        self.pipes += pair
+        self.decoders.append([codecs.getincrementaldecoder("utf-8")("replace") for _ in pair])
+        self.kept.append([])
 
     def read(self) -> None:
         """Take what is there; pipes must never fill up, or the ranks stand still."""
@@ -513,6 +515,14 @@ def _to_send(fn, args, kwargs) -> bytes:
         ) from error
 
 
+def _load_or_none(sent: bytes):
+    """What a rank sent; None where it could not send it, or where it can only be loaded there."""
+    try:
+        return sending.loads(sent) if sent else None
+    except Exception:
+        return None
+
+
 # ---- under torchrun -------------------------------------------------------------------------------------------------
 
 
@@ -520,7 +530,7 @@ def _run_here(fn, world_size: int, args, kwargs) -> list:
     """Run on the ranks that torchrun started, this process being one of them."""
     import torch.distributed as dist
 
-    _, started = torchrun_ranks()
+    started = int(os.environ["WORLD_SIZE"])
     if started != world_size:
         raise ValueError(
             f"launch asks for {world_size} ranks, and torchrun started {started}; "
