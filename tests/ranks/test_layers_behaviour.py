@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tpcode.comm import record
+from tpcode.comm import all_reduce, record
 from tpcode.dense import FFN, SwiGLU
 from tpcode.layers import ColumnParallelLinear, ParallelFFN, ParallelSwiGLU, RowParallelLinear
 from tpcode.runtime import RankError, launch
@@ -84,6 +84,30 @@ def test_an_ffn_sends_two_all_reduces_of_its_activations(t):
     """The payload does not depend on t; on the wire a rank sends 2 (t-1)/t of it; one rank sends nothing."""
     payload = 2 * 4 * TOKENS * H if t > 1 else 0
     assert launch(ffn_bytes, t) == [(2 if t > 1 else 0, payload, Fraction(2 * (t - 1), t) * payload)] * t
+
+
+def bytes_of_a_step(tokens, width):
+    """What the same FFN sends on the same batch: as two copies with half of the tokens each, and as two halves."""
+    torch.manual_seed(0)
+    dense, x = FFN(H, width), torch.randn(tokens, H)
+    with record() as data_parallel:
+        copied = copy.deepcopy(dense)
+        copied(x.chunk(2)[dist.get_rank()]).sum().backward()
+        for weight in copied.parameters():
+            weight.grad = all_reduce(weight.grad)
+    with record() as tensor_parallel:
+        ParallelFFN.from_dense(dense)(x.requires_grad_()).sum().backward()
+    return data_parallel.payload_bytes(), tensor_parallel.payload_bytes()
+
+
+def test_tensor_parallelism_is_not_data_parallelism():
+    """Both all-reduce and both end with the same weights, but one sends gradients, the other activations: the first
+    grows with the width and not with the tokens, the second with the tokens and not with the width."""
+    weights = H * F + F + F * H + H
+    more = 2 * H * F + F  # weights, where the width is twice as large
+    assert launch(bytes_of_a_step, 2, 8, F)[0] == (4 * weights, 4 * 2 * 8 * H)
+    assert launch(bytes_of_a_step, 2, 16, F)[0] == (4 * weights, 4 * 2 * 16 * H)
+    assert launch(bytes_of_a_step, 2, 8, 2 * F)[0] == (4 * (weights + more), 4 * 2 * 8 * H)
 
 
 def order_in_backward():
