@@ -401,6 +401,7 @@ print(*launch(job, 2), flush=True)
 MODE
 """
 BUSY = "def busy():\n    while True:\n        pass\nlaunch(busy, 2)"
+IN_C = "import re\nlaunch(re.match, 2, r'(a+)+$', 'a' * 60 + 'b')"  # for ages, and no other thread gets to run
 
 
 def alive(pids):
@@ -414,7 +415,7 @@ def all_gone(pids, seconds=20.0):
     return not alive(pids)
 
 
-@pytest.mark.parametrize("mode", ["time.sleep(600)", BUSY], ids=["idle", "busy"])
+@pytest.mark.parametrize("mode", ["time.sleep(600)", BUSY, IN_C], ids=["idle", "busy", "busy in C"])
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_no_rank_outlives_its_parent(tmp_path, mode, sign):
     process = subprocess.Popen(
@@ -426,8 +427,8 @@ def test_no_rank_outlives_its_parent(tmp_path, mode, sign):
     ranks = [int(pid) for pid in process.stdout.readline().split()]
     assert len(alive(ranks)) == 2
     family = psutil.Process(process.pid).children(recursive=True)
-    if mode == BUSY:
-        time.sleep(0.5)
+    if mode != "time.sleep(600)":
+        time.sleep(0.5)  # until it is busy
     process.send_signal(sign)
     process.wait(20)
     assert all_gone([*ranks, *(p.pid for p in family)])

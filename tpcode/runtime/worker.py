@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import fcntl
 import gc
 import io
 import os
@@ -22,6 +23,13 @@ from multiprocessing.connection import Connection, wait
 from tpcode.runtime import sending
 from tpcode.runtime.board import Board
 from tpcode.runtime.env import loopback, threads_per_rank, with_cpu
+
+_MARK = "TPCODE_RANK"  # set in every rank's environment
+_RUNTIME = os.path.dirname(os.path.realpath(__file__)) + os.sep
+_TPCODE = os.path.dirname(os.path.dirname(_RUNTIME)) + os.sep
+_INSTALLED = tuple(
+    os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
 
 
 @dataclass
@@ -72,7 +80,7 @@ class Raised:
 def main(setting: Setting) -> None:
     """The process's main function."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _end_with_parent()
     _send_output_to(setting.stdout, setting.stderr)
     faulthandler.register(signal.SIGUSR1, setting.stack.fileno(), all_threads=False)
     rank = Rank(setting)
@@ -86,8 +94,18 @@ def main(setting: Setting) -> None:
 
 
 def _end_with_parent() -> None:
-    wait([parent_process().sentinel])
-    os._exit(1)
+    """End this process when its parent ends, by whatever signal: a pipe to it is then closed."""
+    sentinel = parent_process().sentinel
+    if sys.platform == "linux":  # SIGIO's default is to terminate, which needs no Python to run
+        signal.signal(signal.SIGIO, signal.SIG_DFL)
+        fcntl.fcntl(sentinel, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
+
+    def watch():
+        wait([sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _send_output_to(stdout: Connection, stderr: Connection) -> None:
@@ -105,7 +123,7 @@ def _send_output_to(stdout: Connection, stderr: Connection) -> None:
             stream = ctypes.c_void_p.in_dll(libc, name)
         except ValueError:  # another C library, with other names: its buffer is flushed at the job's end
             continue
-        libc.setvbuf(stream, None, 2, 0)  # 2: _IONBF
+        libc.setvbuf(stream, None, 2, 0)  # 2 is _IONBF, unbuffered
 
 
 class Rank:
@@ -206,18 +224,9 @@ class Rank:
         return not (groups and "torch.distributed.tensor" in sys.modules)
 
 
-_MARK = "TPCODE_RANK"  # set in every rank's environment
-
-
 def inside_rank() -> bool:
     """Whether this process is one of a pool's ranks."""
     return _MARK in os.environ
-
-
-_INSTALLED = tuple(
-    os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
-)
-_TPCODE = os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep
 
 
 def _is_callers(file: str | None) -> bool:
@@ -240,9 +249,6 @@ def _to_send(value) -> bytes:
             f"the rank's function returned a {type(value).__name__} that cannot be sent to the caller ({error}); "
             "return tensors, numbers, strings, or containers of them"
         ) from error
-
-
-_RUNTIME = os.path.dirname(os.path.realpath(__file__)) + os.sep
 
 
 def _raised(error: BaseException) -> Raised:
