@@ -50,7 +50,7 @@ def main() -> None:
         ("call on warm ranks", "4 ranks"): 0.010,
         ("note", "2 ranks"): 20e-6,
     }
-    console = Console()
+    console = Console(width=110)
     for round_ in range(ROUNDS):
         for n in (2, 4):
             ranks = f"{n} ranks"

@@ -431,7 +431,11 @@ def test_no_rank_outlives_its_parent(tmp_path, mode, sign):
         time.sleep(0.5)  # until it is busy
     process.send_signal(sign)
     process.wait(20)
-    assert all_gone([*ranks, *(p.pid for p in family)])
+    try:
+        assert all_gone([*ranks, *(p.pid for p in family)])
+    finally:
+        for rank in alive(ranks):  # a test that fails must not leave them busy
+            os.kill(rank, signal.SIGKILL)
 
 
 def test_a_program_that_ends_leaves_no_process_and_no_shared_memory(tmp_path):

@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 import types
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -75,6 +76,7 @@ class RankPool:
         _check_seconds(timeout, "timeout")
         if limit is not None:
             _check_seconds(limit, "limit")
+        _context()  # before this process imports torch, so that both do it at the same time
         self.n, self.backend = n, choose_backend(n, backend)
         self.timeout, self.limit = float(timeout), limit
         self._lock = threading.Lock()
@@ -482,6 +484,7 @@ def _context():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "cloudpickle"])
+    forkserver.ensure_running()  # it returns at once, and the server imports while this process does
     return context
 
 
