@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check --quiet --con
 
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help book site lab check learn test lint bench notebooks exercises constraints clean
+.PHONY: help book site lab check learn test lint gpu-check bench notebooks exercises constraints clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -62,6 +62,9 @@ test: .venv/.dev lint site  ## everything that CI runs
 lint: .venv/.dev  ## ruff
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet .
+
+gpu-check: .venv/.dev  ## the tests that need GPUs, on those that are here; names what it skips
+	@$(BIN)/python -m pytest -m gpu
 
 bench: .venv/.dev  ## measure ranks: start, warm calls, notes, beside mp.spawn and torchrun
 	@$(BIN)/python tools/bench_ranks.py
