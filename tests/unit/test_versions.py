@@ -3,8 +3,10 @@
 import re
 import tomllib
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -41,3 +43,11 @@ def test_what_is_installed_is_what_is_pinned():
             installed[name] = version(name).split("+")[0]  # torch names its build: 2.13.0+cpu
     assert len(installed) > 100
     assert installed == {name: PINNED[name] for name in installed}, "run `make clean`, then `make test`"
+
+
+def test_what_is_pinned_installs_on_every_python_that_we_name():
+    """Debian 12 has Python 3.11.2, and a package may ask for 3.11.5."""
+    lowest = PROJECT["requires-python"].removeprefix(">=") + ".0"
+    wants = {d.metadata["Name"]: d.metadata["Requires-Python"] or "" for d in distributions()}
+    assert lowest == "3.11.0"
+    assert [name for name, python in wants.items() if not SpecifierSet(python).contains(lowest)] == []
