@@ -131,16 +131,6 @@ def test_a_result_that_cannot_be_sent_is_named(pool2):
 # ---- ranks make different calls -------------------------------------------------------------------------------------
 
 
-def plain(call):
-    """A job in which the two ranks call `call(group, rank)`; in the world group and in a subgroup."""
-
-    def job(subgroup: bool):
-        group = dist.new_group([0, 1]) if subgroup else dist.group.WORLD
-        call(group, dist.get_rank())
-
-    return job
-
-
 def differing_op(group, rank):
     x = torch.ones(3)
     dist.all_reduce(x, group=group) if rank else dist.broadcast(x, 0, group=group)
@@ -211,6 +201,10 @@ def through_functional_reduce_op(group, rank):
     functional.reduce_scatter_single(torch.ones(4), "max" if rank else "sum", 0, group).sum()
 
 
+def through_functional_source(group, rank):
+    functional.broadcast(torch.ones(3), rank, group).sum()
+
+
 def through_functional_exchange(group, rank):
     functional.all_to_all_single(torch.ones(3), [1, 1 + rank], [1, 2], group).sum()
 
@@ -256,6 +250,7 @@ MISMATCHES = [
         ["rank 0: all_gather_single float32 [3, 1]", "rank 1: all_gather_single float32 [3, 2]"],
     ),
     (through_functional_reduce_op, ["rank 0: reduce_scatter_single SUM", "rank 1: reduce_scatter_single MAX"]),
+    (through_functional_source, ["rank 0: broadcast root 0", "rank 1: broadcast root 1"]),
     (through_functional_exchange, ["rank 0: all_to_all float32 sends 1,2 receives 1,1"]),
     (through_tpcode, ["rank 0: all_reduce SUM float32 [3]", "rank 1: all_reduce SUM float32 [4]"]),
     (through_tpcode_source, ["rank 0: broadcast root 0", "rank 1: broadcast root 1"]),

@@ -221,7 +221,7 @@ class Notes:
                 name,
                 tensors,
                 middle.upper() if "reduce" in name else None,
-                middle if name == "broadcast" else None,
+                self._global_rank(group, middle) if name == "broadcast" else None,
             ),
         )
 
