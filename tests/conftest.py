@@ -1,11 +1,15 @@
 """What all tests share: warm ranks, what is skipped where, and no skipping in CI."""
 
 import os
+import signal
 
 import pytest
 import torch
 
 from tpcode import RankPool
+
+# A shell starts what runs in the background with SIGINT ignored, and so would the programs be that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
