@@ -24,7 +24,9 @@ from nbformat import NotebookNode
 from tools.exercises import is_setup, sections
 from tools.nbval_child import MARK
 from tools.notebooks import CELL_TIMEOUT, ROOT, to_text
+from tpcode.grading.failures import is_learners, learners_part
 
+RANK_ERRORS = ("RankError", "RankTimeout", "CollectiveMismatch")
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 FAULT_HANDLER = re.compile(r"(Current thread|Thread) 0x|Extension modules:|  \.\.\.|  File (?!.*/ipykernel_\d+/)")
 
@@ -169,6 +171,8 @@ def _words(id: str, report: dict, in_setup: bool = False) -> str:
             return (
                 f"{id}: the kernel died ({report['evalue']}) while it ran\n{_quoted(report['source'])}{native}".rstrip()
             )
+        case _ if report["ename"] in RANK_ERRORS:
+            return f"{where} stopped with an error.\n{learners_part(report['evalue'])}"
         case _:
             return f"{where} stopped with an error.\n{learners_lines(report['traceback']) or report['evalue']}"
 
@@ -186,7 +190,10 @@ def _is_banner(frame: str) -> bool:
 
 def _is_ours(frame: str) -> bool:
     file = re.match(r"File (.+?):\d+", frame)
-    return bool(file) and ("site-packages" in file.group(1) or "/tpcode/" in file.group(1))
+    if not file:
+        return False
+    path = file.group(1)
+    return "site-packages" in path or "/tpcode/" in path or not is_learners(str(Path(path).expanduser()))
 
 
 def _quoted(source: str, most: int = 12) -> str:

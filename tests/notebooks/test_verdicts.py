@@ -1,5 +1,7 @@
 """What `make check` says about a learner's notebook, whatever happens in it: real runs under nbval, without ranks."""
 
+import selectors
+
 from tools.verdicts import judge, learners_lines, selection
 
 
@@ -139,6 +141,17 @@ def test_of_a_traceback_the_learners_frames_remain():
         "\x1b[36mCell In[3], line 1\x1b[39m\n----> 1 half(4)",
         "File ~/book/tpcode/runtime/pool.py:10, in launch(fn)\n     10 fn()",
         "File ~/.venv/lib/python3.11/site-packages/torch/x.py:10, in y\n     10 fn()",
+        f"File {selectors.__file__}:10, in select(self)\n     10 fn()",
         "ZeroDivisionError: division by zero",
     ]
     assert learners_lines(traceback) == ("your cell, line 1\n----> 1 half(4)\nZeroDivisionError: division by zero")
+
+
+def test_an_error_on_a_rank_outside_of_the_check_shows_the_faulty_line(notebook, setup_cell, tmp_path):
+    """A cell that tries the answer out comes before the check, and must say as much as the check does."""
+    trial = "def answer():\n    return sum(3)\n\nfrom tpcode import launch\nlaunch(answer, 2)"
+    nb = notebook("# Title", setup_cell, "## 90.1 a", trial, 'check("90.1", 2)')
+    text = verdicts(nb, ["90.1"], tmp_path)["90.1"].text
+    assert "rank 0 raised TypeError" in text
+    assert "  your cell, line 2, in answer\n    return sum(3)" in text
+    assert ".py" not in text

@@ -336,6 +336,30 @@ def test_a_second_derivative_is_refused_rather_than_wrong():
         launch(second_derivative, 2)
 
 
+def lost_gradients():
+    x = torch.ones(2, 2, requires_grad=True)
+    refused = []
+    for call in (
+        lambda y: comm.all_reduce(y),
+        lambda y: comm.all_reduce_async(y),
+        lambda y: comm.all_gather(y, 0),
+        lambda y: comm.reduce_scatter(y, 0),
+        lambda y: comm.broadcast(y, 0),
+    ):
+        with pytest.raises(ValueError, match="no gradient flows through it, and x requires one.*x.detach()"):
+            call(2 * x)
+        with torch.no_grad():
+            refused.append(call(2 * x) is not None)
+        call(x.detach())
+    return refused
+
+
+@pytest.mark.parametrize("t", [1, 2])
+def test_a_gradient_is_refused_rather_than_lost(t):
+    """Not vacuous: without gradients the same calls go through."""
+    assert launch(lost_gradients, t) == [[True] * 5] * t
+
+
 def consumers_of_a_gathered_sequence(replicated):
     """The gradient of Σ y² when every rank computes all of it, divided by the dense one."""
     x = of_rank(comm.group_rank(), *SHAPE).requires_grad_()
@@ -369,7 +393,7 @@ def phases():
             run(x).sum().backward()
         found[name] = [event.phase for event in ledger.events]
     with comm.record() as ledger:
-        checkpoint(comm.all_reduce, torch.ones(3, requires_grad=True), use_reentrant=False)
+        checkpoint(lambda x: comm.all_reduce(x.detach()), torch.ones(3, requires_grad=True), use_reentrant=False)
     found["outside of autograd"] = [event.phase for event in ledger.events]
     return found
 

@@ -206,7 +206,7 @@ def test_nothing_printed_before_a_crash_is_lost(pool2, capfd):
 @pytest.mark.parametrize(
     "call, error, words",
     [
-        (lambda: launch(3, 2), TypeError, "it must be a function"),
+        (lambda: launch(2, dist.get_rank), TypeError, "fn is 2 and must be a function"),
         (lambda: launch(dist.get_rank, 0), ValueError, "world_size is 0; at least 1"),
         (lambda: launch(dist.get_rank, -2), ValueError, "world_size is -2"),
         (lambda: launch(dist.get_rank, 2.0), TypeError, "world_size is 2.0"),
@@ -347,7 +347,10 @@ def test_from_a_notebook_cell():
     )
     first, second = client.execute().cells
     assert "".join(o.text for o in first.outputs) == "rank 0\n[rank 1] rank 1\n[True, True]\n"
-    assert 'raise ValueError("found in the cell")  # the line itself' in second.outputs[-1].evalue
+    (shown,) = second.outputs[-1].traceback  # the message and the learner's lines, nothing of the pool
+    assert shown.startswith("RankError: rank 1 raised ValueError: found in the cell\n\nTraceback")
+    assert "  Cell In[2], line 3, in broken\n    raise ValueError(" in shown
+    assert ".py" not in shown
 
 
 def test_an_interrupted_kernel_goes_on():

@@ -41,13 +41,21 @@ def address(site):
 @pytest.fixture(scope="session")
 def browser():
     """Headless Chromium. Without one the tests are skipped, or fail with TPCODE_NO_SKIPS=1."""
-    executable = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if executable is None:
-        message = f"no browser, so the pages are not looked at: none of {', '.join(BROWSERS)} is on the PATH"
-        pytest.fail(message) if os.environ.get("TPCODE_NO_SKIPS") == "1" else pytest.skip(message)
     from playwright.sync_api import sync_playwright
 
-    with sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
-        yield running
-        running.close()
+    executable = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if executable is None:
+        _cannot_look(f"none of {', '.join(BROWSERS)} is on the PATH")
+    try:
+        playwright = sync_playwright().start()
+    except Exception as error:  # its driver needs a library that is not on every machine: Debian's libatomic1
+        _cannot_look(f"Playwright's driver does not start ({error}); is libatomic1 installed?")
+    running = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+    yield running
+    running.close()
+    playwright.stop()
+
+
+def _cannot_look(why: str):
+    message = f"no browser, so the pages are not looked at: {why}"
+    pytest.fail(message) if os.environ.get("TPCODE_NO_SKIPS") == "1" else pytest.skip(message)

@@ -75,7 +75,7 @@ def returned_none(mine):
 
 
 def no_return(mine):
-    all_gather(mine.reshape(1), dim=0).sum()
+    total = all_reduce(mine)  # noqa: F841
 
 
 def returned_on_rank_0(mine):
@@ -182,7 +182,7 @@ HELD = "not yet right: the ranks held 1 on rank 0 and 2 on rank 1, and add_up re
             returned_none,
             ["returned None on every rank. torch's all_reduce changes its tensor in place and returns None"],
         ),
-        (no_return, ["no_return returned None on every rank. Is there a return?"]),
+        (no_return, ["no_return returned None on every rank. It has no return: end it with `return total`."]),
         (returned_on_rank_0, ["returned_on_rank_0 returned None on rank 1. Is there a return?"]),
         (hard_coded, ["held 10 on rank 0 and 20 on rank 1", "3 is the answer for 1 and 2 only"]),
         (doubled, [f"{HELD}2 on rank 0 and 4 on rank 1", "It is a multiple of each rank's own number"]),

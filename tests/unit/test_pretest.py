@@ -67,5 +67,5 @@ def test_the_page_points_to_this_repository():
     repository = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Repository"]
     text = (ROOT / "chapters/00_start_here.ipynb").read_text(encoding="utf-8")
     found = re.findall(r"https://github\.com/[^\s\"')\\]+", text)
-    assert len(found) == 2  # the install line and the exercise
+    assert len(found) == 1  # the line that installs the package in Colab
     assert all(address.startswith(repository) for address in found)

@@ -2,7 +2,8 @@
 
 Each is called by every rank of `group` (None: all ranks), with tensors of the same shape and dtype. With one rank, or
 without `torch.distributed` initialised, there is nobody to talk to: the input comes back as it is. Each call is noted
-in the ledger. No gradient flows through a collective: that is what `conjugates` is for.
+in the ledger. No gradient flows through a collective, and a tensor that would lose one is refused: what a backward must
+do depends on who uses the result, and that is what `conjugates` is for.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def all_reduce(x: Tensor, op: str = "sum", group: ProcessGroup | None = None) ->
     """The elementwise sum ("avg", "max", "min") of every rank's x, on every rank: [...] -> [...].
 
     Raises:
-        ValueError: unknown op; this rank is not in the group.
+        ValueError: unknown op; x requires a gradient; this rank is not in the group.
         TypeError: x is no tensor; the average of integers.
     """
     out, _ = _all_reduce(x, op, group, async_op=False)
@@ -69,10 +70,11 @@ def all_gather(x: Tensor, dim: int, group: ProcessGroup | None = None) -> Tensor
     """Every rank's x side by side along `dim`, in rank order, on every rank: [..., n, ...] -> [..., t·n, ...].
 
     Raises:
-        ValueError: x has no such dimension; this rank is not in the group.
+        ValueError: x has no such dimension, or requires a gradient; this rank is not in the group.
         TypeError: x is no tensor.
     """
     dim, t = require_dim(x, dim, "all_gather"), group_size(group)
+    _require_no_gradient(x, "all_gather", "gather_from_tp or gather_sequence")
     if t == 1:
         return x
     shape = list(x.shape)
@@ -87,10 +89,11 @@ def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup | None = None) -> Te
     """This rank's slice along `dim` of the sum of every rank's x: [..., n, ...] -> [..., n/t, ...].
 
     Raises:
-        ValueError: t does not divide n, x has no such dimension; this rank is not in the group.
+        ValueError: t does not divide n; x has no such dimension, or requires a gradient; this rank is not in the group.
         TypeError: x is no tensor.
     """
     dim, t = require_dim(x, dim, "reduce_scatter"), group_size(group)
+    _require_no_gradient(x, "reduce_scatter", "reduce_scatter_sequence")
     share = divide(x.shape[dim], t, f"reduce_scatter: dimension {dim} of the shape {list(x.shape)}")
     if t == 1:
         return x
@@ -107,10 +110,11 @@ def broadcast(x: Tensor, src: int, group: ProcessGroup | None = None) -> Tensor:
     `src` counts within the group, as `group_rank` does: in a group of the ranks 2 and 3, rank 3 is src=1.
 
     Raises:
-        ValueError: the group has no rank src; this rank is not in the group.
+        ValueError: the group has no rank src; x requires a gradient; this rank is not in the group.
         TypeError: x is no tensor.
     """
     require_tensor(x, "broadcast")
+    _require_no_gradient(x, "broadcast")
     t = group_size(group)
     if require_int(src, "broadcast: src", minimum=0) >= t:
         raise ValueError(f"broadcast: src = {src} counts within the group, whose ranks are 0 to {t - 1}")
@@ -124,6 +128,7 @@ def broadcast(x: Tensor, src: int, group: ProcessGroup | None = None) -> Tensor:
 
 def _all_reduce(x: Tensor, op: str, group: ProcessGroup | None, async_op: bool) -> tuple[Tensor, Handle]:
     require_tensor(x, "all_reduce")
+    _require_no_gradient(x, "all_reduce", "copy_to_tp or reduce_from_tp")
     if op not in REDUCE_OPS:
         raise ValueError(f"all_reduce: op must be one of {', '.join(REDUCE_OPS)} and is {op!r}")
     if op == "avg" and not (x.is_floating_point() or x.is_complex()):
@@ -156,6 +161,13 @@ def require_tensor(x: Tensor, what: str) -> None:
     """Refuse what is no tensor with a TypeError."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{what}: x must be a tensor and is {type(x).__name__}")
+
+
+def _require_no_gradient(x: Tensor, what: str, instead: str = "") -> None:
+    """Refuse a tensor whose gradient the collective would lose without a word."""
+    if x.requires_grad and torch.is_grad_enabled():
+        ways = f"use {instead} of tpcode.comm, or pass x.detach()" if instead else "pass x.detach()"
+        raise ValueError(f"{what}: no gradient flows through it, and x requires one; {ways}")
 
 
 def require_dim(x: Tensor, dim: int, what: str) -> int:

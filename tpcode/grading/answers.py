@@ -43,6 +43,13 @@ def calls_in(function: Callable) -> set[str]:
     return {ast.unparse(node.func) for node in ast.walk(_tree(function)) if isinstance(node, ast.Call)}
 
 
+def returns_nothing(function: Callable) -> bool:
+    """Whether the source of `function` is known and has no `return` with a value."""
+    tree = _tree(function)
+    returns = [node for node in ast.walk(tree) if isinstance(node, ast.Return | ast.Lambda)]
+    return bool(tree.body) and not any(isinstance(node, ast.Lambda) or node.value is not None for node in returns)
+
+
 def _tree(function: Callable) -> ast.AST:
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(function)))

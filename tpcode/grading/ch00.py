@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from tpcode.comm import group_rank
-from tpcode.grading.answers import calls_in
+from tpcode.grading.answers import calls_in, returns_nothing
 from tpcode.grading.failures import Wrong
 from tpcode.grading.ranks import on_ranks, require_returned
 from tpcode.grading.registry import exercise
@@ -37,6 +37,8 @@ def _call(add_up: Callable, numbers: list[int]):
 
 
 def _why_none(add_up: Callable) -> str:
+    if returns_nothing(add_up):
+        return "It has no return: end it with `return total`."
     if _calls_all_reduce(add_up):
         return "torch's all_reduce changes its tensor in place and returns None: call it first, then return the tensor."
     return ""

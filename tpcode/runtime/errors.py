@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 class RankError(RuntimeError):
     """A rank raised, exited or was killed. The other ranks have been stopped.
@@ -21,8 +23,25 @@ class RankError(RuntimeError):
     def __str__(self) -> str:
         return f"{self.args[0]}\n\n{self.traceback.rstrip()}" if self.traceback else str(self.args[0])
 
+    def _render_traceback_(self) -> list[str]:
+        """What Jupyter shows: the message and the rank's own traceback, not how it came here."""
+        return [f"{type(self).__name__}: {_with_cell_numbers(str(self))}"]
+
     def __reduce__(self):
         return type(self), (self.args[0], self.rank, self.traceback, self.exception)
+
+
+def _with_cell_numbers(text: str) -> str:
+    """The text with the files that Jupyter keeps a notebook's cells in named as it names them: Cell In[3]."""
+    from IPython import get_ipython
+
+    compiler = get_ipython().compile
+
+    def name(found: re.Match) -> str:
+        known = compiler.format_code_name(found[1])
+        return f"{known[0]} {known[1]}" if known else found[0]
+
+    return re.sub(r'(?:File )?"?(\S*ipykernel_\d+\S*?\.py)"?', name, text)
 
 
 class CollectiveMismatch(RankError):

@@ -109,7 +109,7 @@ class Notes:
     def _identify(self, group: ProcessGroup) -> tuple[str, list[int]]:
         """A name for the group that is the same on every member, and the members' global ranks."""
         if group == dist.group.WORLD:
-            return "the world group", list(range(self.board.ranks))
+            return "the world group (all ranks)", list(range(self.board.ranks))
         members = dist.get_process_group_ranks(group)
         names = self._names.setdefault(tuple(members), [])
         if group.group_name not in names:

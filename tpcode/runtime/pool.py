@@ -48,7 +48,7 @@ def launch(fn, world_size: int, *args, **kwargs) -> list:
     _check_callable(fn)
     _check_ranks(world_size, "world_size")
     if worker.inside_rank():
-        raise RuntimeError("launch was called inside a rank; call it outside, or use torch.distributed.new_group here")
+        raise RuntimeError("launch was called inside a rank: call it outside, before or after this launch")
     if under_torchrun():
         return _run_here(fn, world_size, args, kwargs)
     with _pools_lock:
@@ -303,13 +303,18 @@ class _Ranks:
             others = f" (ranks {dead} did)" if len(dead) > 1 else ""
             return RankError(f"rank {rank} {_end_of(self.processes[rank])}{others}", rank)
         raised = {rank: reply for rank, reply in enumerate(replies) if isinstance(reply, worker.Raised)}
-        rank = min(raised, key=lambda r: raised[r].when)
+        first = min(raised.values(), key=lambda reply: reply.when)
+        rank = min(r for r in raised if raised[r].summary == first.summary)  # the same on all: named alike every time
         first = raised[rank]
         report, exception = _load_or_none(first.report), _load_or_none(first.exception)
         text = "".join(report.format()) if report is not None else first.summary
         if isinstance(exception, CollectiveMismatch) and report is not None:
             where = traceback.format_list([f for f in report.stack if worker.is_callers_code(f.filename)])
-            return CollectiveMismatch(exception.args[0], rank, f"rank {rank} was here:\n{''.join(where)}")
+            others = self._python_stacks([r for r, reply in enumerate(replies) if reply is None])
+            at = [f"rank {r} is {place}" for r, place in others.items()]
+            return CollectiveMismatch(
+                exception.args[0], rank, "\n".join([f"rank {rank} called it here:", "".join(where).rstrip(), *at])
+            )
         also = [r for r in raised if r != rank]
         more = f" (so did {_ranks(also)})" if also else ""
         return RankError(f"rank {rank} raised {first.summary}{more}", rank, text, exception)
@@ -348,11 +353,16 @@ class _Ranks:
 
     def _unequal_counts(self, channel: Channel, counts: list[int], rank: int, replies: list) -> CollectiveMismatch:
         number = counts[channel.members.index(rank)] + 1
+        stacks = self._python_stacks([r for r in channel.members if replies[r] is None])
         lines = [f"ranks made different numbers of calls in {channel.name}:"]
         for member, (peer, count) in enumerate(zip(channel.members, counts)):
             note = self.board.note(channel, member, number)
-            ended = "returned" if replies[peer] is not None else "runs"
-            lines.append(f"  rank {peer}: {count}" + (f"; call {number} is {note.text}" if note else f", and {ended}"))
+            state = "returned after" if replies[peer] is not None else "runs, after"
+            place = f"\n          {stacks[peer]}" if peer in stacks else ""
+            if note is not None:
+                lines.append(f"  rank {peer}: made call {number}, {note.text}{place}")
+            else:
+                lines.append(f"  rank {peer}: {state} {count} call{'' if count == 1 else 's'}{place}")
         lines.append("Every rank of a group must make each call: one that is missing leaves the others waiting.")
         return CollectiveMismatch("\n".join(lines), rank)
 
@@ -375,7 +385,11 @@ class _Ranks:
     def _timeout(self, replies: list, what: str, rank: int) -> RankTimeout:
         running = [r for r in range(self.n) if replies[r] is None]
         stacks = self._python_stacks(running)
-        lines = [f"  rank {r}: {self._whereabouts(r, replies)}{stacks.get(r, '')}" for r in range(self.n)]
+        lines = []
+        for r in range(self.n):
+            lines.append(f"  rank {r}: {self._whereabouts(r, replies)}")
+            if r in stacks:
+                lines.append(f"          {stacks[r]}")
         return RankTimeout("\n".join([what + ":", *lines]), rank)
 
     def _whereabouts(self, rank: int, replies: list) -> str:
@@ -409,7 +423,7 @@ class _Ranks:
             frames = re.findall(r'File "(.+?)", line (\d+) in (\S+)', text)
             for file, line, function in frames:  # the innermost comes first
                 if worker.is_callers_code(file) and not file.startswith("<"):
-                    places[rank] = f"\n          at line {line} of {function}, in {file}"
+                    places[rank] = f"at line {line} of {function}, in {file}"
                     break
         return places
 
@@ -550,7 +564,7 @@ def _run_here(fn, world_size: int, args, kwargs) -> list:
 
 def _check_callable(fn) -> None:
     if not callable(fn):
-        raise TypeError(f"fn is a {type(fn).__name__}; it must be a function: launch(fn, 2, …), not launch(fn(), 2)")
+        raise TypeError(f"fn is {fn!r:.40} and must be a function: launch(fn, 2), not launch(fn(), 2) or launch(2, fn)")
 
 
 def _check_ranks(n, name: str) -> None:

@@ -254,8 +254,7 @@ def _to_send(value) -> bytes:
 def _raised(error: BaseException) -> Raised:
     # Lines are looked up by the parent: a notebook's cells exist only there.
     report = traceback.TracebackException.from_exception(error, lookup_lines=False)
-    callers = [frame for frame in report.stack if not frame.filename.startswith(_RUNTIME)]
-    report.stack[:] = callers or report.stack
+    report.stack[:] = [frame for frame in report.stack if not frame.filename.startswith(_RUNTIME)]
     summary = "".join(traceback.format_exception_only(error)).strip()
     if isinstance(error, SystemExit):
         summary = f"SystemExit: it called sys.exit({error.code!r})"
