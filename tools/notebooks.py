@@ -280,7 +280,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     if not paths:
-        print("nothing to do: every notebook is as committed and in normal form (NB=all runs them all)")
+        print(
+            "nothing to do: every chapter and every solution is as committed and in normal form (NB=all runs them all)"
+        )
     return max([_report(path, options.check) for path in paths], default=0)
 
 

@@ -12,7 +12,7 @@ from tpcode.figures.style import INK, RED, Picture, canvas, render, tile
 
 @dataclass(frozen=True)
 class Tile:
-    """What one device holds of one row (row 0 is the batch, row n layer n): the part from `start` to `stop` of 1."""
+    """What one device holds of one row (row 0 is the batch, row n + 1 layer n): the part from `start` to `stop` of 1."""
 
     row: int
     label: str
@@ -49,7 +49,7 @@ class Split:
 
 def data_parallel(layers: int, devices: int) -> Split:
     """Every device holds every layer and sees its own part of the batch; gradients are added up once a step."""
-    whole = tuple(Tile(row, f"layer {row}", "replicated") for row in range(1, layers + 1))
+    whole = tuple(Tile(row, f"layer {row - 1}", "replicated") for row in range(1, layers + 1))
     return Split(
         "Data parallel",
         "every device has all layers, and its own part of the batch",
@@ -64,7 +64,7 @@ def pipeline_parallel(layers: int, devices: int) -> Split:
     stages = [[Tile(0, "batch", "sharded")], *([] for _ in range(devices - 1))]
     stage_of = {row: (row - 1) * devices // layers for row in range(1, layers + 1)}
     for row, stage in stage_of.items():
-        stages[stage].append(Tile(row, f"layer {row}", "sharded"))
+        stages[stage].append(Tile(row, f"layer {row - 1}", "sharded"))
     hops = tuple(Hop(stage, row) for row, stage in stage_of.items() if stage_of.get(row + 1, stage) != stage)
     return Split(
         "Pipeline parallel",
@@ -80,7 +80,7 @@ def tensor_parallel(layers: int, devices: int) -> Split:
 
     def slices(r: int) -> tuple[Tile, ...]:
         rows = range(1, layers + 1)
-        return tuple(Tile(row, f"{row}·{r}", "sharded", r / devices, (r + 1) / devices) for row in rows)
+        return tuple(Tile(row, f"{row - 1}·{r}", "sharded", r / devices, (r + 1) / devices) for row in rows)
 
     return Split(
         "Tensor parallel",
@@ -119,7 +119,7 @@ def describe(splits: list[Split]) -> str:
 # ---- drawing, in points ---------------------------------------------------------------------------------------------
 
 _LEFT, _BOX, _GAP = 8.0, 80.0, 8.0
-_HEAD, _ROW, _TILE, _FOOT, _LEGEND = 56.0, 26.0, 15.0, 34.0, 46.0
+_HEAD, _ROW, _TILE, _FOOT, _LEGEND = 56.0, 29.0, 15.0, 34.0, 46.0
 
 
 def _left(device: int) -> float:
@@ -150,7 +150,7 @@ def _draw_split(axes: Axes, split: Split, top: float, layers: int) -> None:
 
 def _draw_sum(axes: Axes, sent: Sum, rows_top: float, devices: int) -> None:
     """A red line through all devices, with a "+" where each puts its part in."""
-    y = rows_top + sent.after_row * _ROW + _TILE + 5.5
+    y = rows_top + sent.after_row * _ROW + (_TILE + _ROW) / 2  # midway to the next row
     _arrow(axes, (_left(0) + 6, y), (_left(devices - 1) + _BOX - 6, y))
     for device in range(devices):
         _plus(axes, _left(device) + _BOX / 2, y)
