@@ -12,7 +12,7 @@ from tpcode.figures.style import INK, RED, Picture, canvas, render, tile
 
 @dataclass(frozen=True)
 class Tile:
-    """What one device holds of one row (row 0 is the batch, row n + 1 layer n): the part from `start` to `stop` of 1."""
+    """What one device holds of one row (row 0 is the batch, row n + 1 layer n): from `start` to `stop` of 1."""
 
     row: int
     label: str
