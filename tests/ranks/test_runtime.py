@@ -81,13 +81,32 @@ def test_threads_are_one_a_rank_where_ranks_are_as_many_as_cores(pool2):
     assert [env.threads_per_rank(n) for n in (env.cores(), 2 * env.cores())] == [1, 1]
 
 
-def test_a_job_leaves_nothing_to_the_next(pool2, monkeypatch, tmp_path):
+def look():
+    """What a job finds in its process."""
+    from torch.distributed import distributed_c10d as c10d
+
+    return {
+        "process": os.getpid(),
+        "dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "draw": torch.rand(1).item(),
+        "grad": torch.is_grad_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "environment": (os.environ.get("SPOILED"), os.environ["RANK"]),
+        "directory": os.getcwd(),
+        "path": sys.path[0],
+        "groups": len(c10d._world.pg_map),
+    }
+
+
+def test_a_job_leaves_nothing_to_the_next(pool2):
+    """Not vacuous: the next job runs in the same processes."""
+
     def spoil():
         torch.set_default_dtype(torch.float64)
         torch.set_num_threads(7)
         torch.manual_seed(1234)
         torch.set_grad_enabled(False)
-        torch.use_deterministic_algorithms(True)
         os.environ["SPOILED"] = "yes"
         os.environ.pop("RANK")
         os.chdir("/")
@@ -95,25 +114,19 @@ def test_a_job_leaves_nothing_to_the_next(pool2, monkeypatch, tmp_path):
         dist.new_group([0, 1])
         dist.new_group([0])
 
-    def look():
-        from torch.distributed import distributed_c10d as c10d
-
-        return {
-            "dtype": torch.get_default_dtype(),
-            "threads": torch.get_num_threads(),
-            "draw": torch.rand(1).item(),
-            "grad": torch.is_grad_enabled(),
-            "deterministic": torch.are_deterministic_algorithms_enabled(),
-            "environment": (os.environ.get("SPOILED"), os.environ["RANK"]),
-            "directory": os.getcwd(),
-            "path": sys.path[0],
-            "groups": len(c10d._world.pg_map),
-        }
-
     before = pool2.run(look)
     pool2.run(spoil)
     assert pool2.run(look) == before
     assert before[0]["groups"] == 1 and before[1]["environment"] == (None, "1")
+
+
+def test_a_job_that_asks_for_deterministic_algorithms_asks_for_itself_alone(pool2):
+    def spoil():
+        torch.use_deterministic_algorithms(True)
+
+    before = pool2.run(look)
+    pool2.run(spoil)
+    assert pool2.run(look) == before and not before[0]["deterministic"]
 
 
 def test_random_numbers_are_not_the_same_in_every_job(pool2):
