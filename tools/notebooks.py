@@ -39,7 +39,7 @@ WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 FORBIDDEN_TAGS = {"raises-exception", "nbval-raises-exception", "nbval-skip", "skip-execution"}
 FORBIDDEN_COMMENT = re.compile(r"^\s*#+\s*(NBVAL_SKIP|NBVAL_RAISES_EXCEPTION)\s*$", re.MULTILINE)
 MACHINE_TRACES = re.compile(
-    r"/home/\w+|/Users/\w+|/root/|/tmp/|[A-Za-z]:\\Users|site-packages|ipykernel_\d+|\b0x[0-9a-f]{8,}"
+    r"/(home|Users)/\w+|/(root|tmp)/|[A-Za-z]:\\Users|site-packages|ipykernel_\d+|\b0x[0-9a-f]{8,}"
 )
 CELL_ID = re.compile(r"[a-zA-Z0-9-_]{1,64}")
 
