@@ -1,6 +1,7 @@
 """Pictures. Each is a function that returns a `Picture`, which a notebook shows and a test can read."""
 
 from tpcode.figures.splits import three_splits
+from tpcode.figures.state import state_bars
 from tpcode.figures.style import Picture
 
-__all__ = ["Picture", "three_splits"]
+__all__ = ["Picture", "state_bars", "three_splits"]
