@@ -1,8 +1,9 @@
 """Pictures. Each is a function that returns a `Picture`, which a notebook shows and a test can read."""
 
+from tpcode.figures.collectives import before_after, ring
 from tpcode.figures.matrices import cut, product
 from tpcode.figures.splits import three_splits
 from tpcode.figures.state import state_bars
 from tpcode.figures.style import Picture
 
-__all__ = ["Picture", "cut", "product", "state_bars", "three_splits"]
+__all__ = ["Picture", "before_after", "cut", "product", "ring", "state_bars", "three_splits"]
