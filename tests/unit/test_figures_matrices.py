@@ -3,6 +3,7 @@
 import re
 from itertools import chain
 
+import matplotlib as mpl
 import numpy as np
 import pytest
 from svg_reading import badly_placed, drawn, foreign
@@ -36,9 +37,10 @@ def times(left, right) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("make", PICTURES.values(), ids=PICTURES)
-def test_same_bytes_twice_and_nothing_of_this_machine(make):
+def test_same_bytes_under_other_settings_and_nothing_of_this_machine(make):
     picture = make()
-    assert picture.svg == make().svg
+    with mpl.rc_context({"font.size": 30, "svg.fonttype": "path", "lines.linestyle": "--", "patch.linewidth": 5}):
+        assert picture.svg == make().svg
     assert foreign(picture) == []
     assert picture.svg.startswith('<svg style="min-width: 324px"')  # a phone shows it without scrolling
 

@@ -1,9 +1,20 @@
 """Pictures. Each is a function that returns a `Picture`, which a notebook shows and a test can read."""
 
 from tpcode.figures.collectives import before_after, ring
+from tpcode.figures.lanes import ffn_placements, ranks_as_lanes
 from tpcode.figures.matrices import cut, product
 from tpcode.figures.splits import three_splits
 from tpcode.figures.state import state_bars
 from tpcode.figures.style import Picture
 
-__all__ = ["Picture", "before_after", "cut", "product", "ring", "state_bars", "three_splits"]
+__all__ = [
+    "Picture",
+    "before_after",
+    "cut",
+    "ffn_placements",
+    "product",
+    "ranks_as_lanes",
+    "ring",
+    "state_bars",
+    "three_splits",
+]

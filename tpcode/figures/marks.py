@@ -43,7 +43,8 @@ def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], colo
 
 
 def line(axes: Axes, start: tuple[float, float], end: tuple[float, float], colour: str = RED, lw: float = 1.4) -> None:
-    axes.plot([start[0], end[0]], [start[1], end[1]], color=colour, lw=lw, solid_capstyle="butt")
+    look = {"color": colour, "lw": lw, "ls": "-", "marker": "", "solid_capstyle": "butt"}
+    axes.plot([start[0], end[0]], [start[1], end[1]], **look)
 
 
 @contextmanager
