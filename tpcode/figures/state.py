@@ -52,7 +52,7 @@ def _require_terms(recipes: Mapping[str, Recipe]) -> None:
 
 # ---- drawing, in points ---------------------------------------------------------------------------------------------
 
-_LEFT, _BYTE = 8.0, 29.0
+_LEFT, _BYTE = 8.0, 23.0
 _PANEL, _HEAD, _BAR = 66.0, 16.0, 34.0
 
 
