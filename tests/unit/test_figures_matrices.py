@@ -20,6 +20,8 @@ PICTURES = {
     "rows": lambda: cut(B, 4, 0, "B"),
     "index pairs": lambda: cut(A, 2, 1, indices=True),
     "column product": lambda: product(X, A, 1, 4),
+    "row product of 4": lambda: product(A, B, 0, 4, ("dY", "Aᵀ", "dX")),
+    "narrow product": lambda: product([[1, 2, 3, 4]], [[1], [2], [3], [4]], 0, 4),
     "row product": lambda: product(A, B, 0, 2, ("Y", "B", "Z")),
 }
 
@@ -141,6 +143,7 @@ def test_the_words_have_the_numbers():
         (lambda: cut(np.ones((2, 12), int)), r"A \[2, 12\], cut by columns, would be 382 points wide, and 344 fit"),
         (lambda: cut(np.ones((2, 6), int), 2, 0), r"A \[2, 6\], cut by rows, would be 470 points wide"),
         (lambda: product(X, B), r"X \[2, 2\] has 2 columns and A \[4, 2\] has 4 rows"),
+        (lambda: product([[1]], np.ones((1, 12), int), 1, 4), r"Y \[1, 12\] would be 360 points wide"),
         (lambda: product(np.ones((1, 6), int), np.ones((6, 8), int)), "X · A over 2 ranks would be 508 points wide"),
     ],
 )

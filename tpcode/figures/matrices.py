@@ -19,7 +19,7 @@ from tpcode.figures.style import INK, RED, Picture, canvas, render, tile
 _CUTS = {0: (byhand.split_rows, "rows"), 1: (byhand.split_columns, "columns")}
 _MOST_RANKS = 4
 _CELL, _HIGH, _SIGN, _NAME = 30.0, 22.0, 22.0, 15.0  # a cell's width and height; room for a sign, for a name
-_TOP = 12.0  # room for the placements' names
+_TOP, _RANK = 12.0, 44.0  # room for the placements' names, for a rank's
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,9 @@ def product(left, right, dim: int = 1, t: int = 2, names: tuple[str, str, str] =
     """
     made = multiply(left, right, dim, require_ranks(t, _MOST_RANKS), names)
     widths = [matrix[0].shape[1] * _CELL for matrix in (made.left, made.right, made.out)]
-    whole_width = made.whole.shape[1] * _CELL
-    title = f"{' · '.join(names[:2])} over {t} ranks"
-    width = _fit(44 + max(sum(widths) + 2 * _SIGN, whole_width), title)
-    start = (WIDTH - width) / 2 + 44
+    width = _fit(_RANK + sum(widths) + 2 * _SIGN, f"{names[0]} · {names[1]} over {t} ranks")
+    _fit(made.whole.shape[1] * _CELL, f"{names[2]} {_shape(made.whole)}")
+    start = (WIDTH - width) / 2 + _RANK
     lefts = [start, start + widths[0] + _SIGN, start + widths[0] + widths[1] + 2 * _SIGN]
     lane = max(made.left[0].shape[0], made.right[0].shape[0]) * _HIGH + _NAME + 16
     foot = made.whole.shape[0] * _HIGH + _NAME + 54
@@ -110,7 +109,7 @@ def product(left, right, dim: int = 1, t: int = 2, names: tuple[str, str, str] =
             say(axes, x + wide / 2, 10, kind, ha="center", size=SMALL)
         for rank in range(t):
             middle = _TOP + rank * lane + (lane + _NAME) / 2
-            say(axes, start - 44, middle, f"rank {rank}", weight="bold")
+            say(axes, start - _RANK, middle, f"rank {rank}", weight="bold")
             _draw_lane(axes, lefts, middle, made, rank, names)
         draw = _draw_sum if made.kinds[2] == "partial" else _draw_side_by_side
         draw(axes, made, names[2], lefts[2] + widths[2] / 2, lane)
