@@ -21,7 +21,7 @@ BOTH = [event(), event(phase="backward", shape=(2, 3, 5), dtype=torch.float32)]
 MANY = [event("all_gather", shape=(4096, 4096), t=4), *[event("reduce_scatter", "backward", t=4)] * 4]
 
 PICTURES = {
-    "both ways": lambda: ranks_as_lanes([Ledger(BOTH)] * 2, ("Y·{r}, Z·{r}", "dZ, dY·{r}", "")),
+    "both ways": lambda: ranks_as_lanes([Ledger(BOTH)] * 2, ("Z·{r}, Y·{r}", "dY, dZ·{r}", "")),
     "no words": lambda: ranks_as_lanes([BOTH] * 2),
     "several staves": lambda: ranks_as_lanes([MANY] * 4, ["work with words"] * 6),
     "silent": lambda: ranks_as_lanes([Ledger()] * 2, ["Y·{r}"]),
@@ -112,18 +112,17 @@ T, SIZES = 2, {"b": 2, "s": 3, "h": 4, "F": 6, "F/t": 3}
 def ffn_by_hand() -> tuple[list, list]:
     """(what ranks hold, the whole) for each state, forward and backward, in the order of the picture."""
     generator = np.random.default_rng(0)
-    X, A, B, dZ = (generator.normal(size=size) for size in ((6, 4), (4, 6), (6, 4), (6, 4)))
-    Z, H, Y = byhand.ffn_forward(X, A, B, byhand.gelu)  # in the book's letters
-    dY = dZ @ B.T
-    dX = byhand.ffn_backward(dZ, X, A, B, H, Y, byhand.gelu)[0]
+    X, A, B, dY = (generator.normal(size=size) for size in ((6, 4), (4, 6), (6, 4), (6, 4)))
+    Y, H, Z = byhand.ffn_forward(X, A, B, byhand.gelu)
+    dX = byhand.ffn_backward(dY, X, A, B, H, Z, byhand.gelu)[0]
     As, Bs = byhand.split_columns(A, T), byhand.split_rows(B, T)
     Hs = byhand.column_forward([X] * T, As)
-    Ys = list(map(byhand.gelu, Hs))
-    Zs = [Y_r @ B_r for Y_r, B_r in zip(Ys, Bs)]
-    dYs = byhand.row_backward([dZ] * T, Ys, Bs)[0]
-    dXs = [(dY_r * byhand.d_gelu(H_r)) @ A_r.T for dY_r, H_r, A_r in zip(dYs, Hs, As)]
-    forward = [([X] * T, X), ([X] * T, X), (Ys, Y), (Zs, Z), (byhand.all_reduce(Zs), Z)]
-    backward = [(byhand.all_reduce(dXs), dX), (dXs, dX), (dYs, dY), ([dZ] * T, dZ), ([dZ] * T, dZ)]
+    Zs = list(map(byhand.gelu, Hs))
+    Ys = [Z_r @ B_r for Z_r, B_r in zip(Zs, Bs)]
+    dZs = byhand.row_backward([dY] * T, Zs, Bs)[0]
+    dXs = [(dZ_r * byhand.d_gelu(H_r)) @ A_r.T for dZ_r, H_r, A_r in zip(dZs, Hs, As)]
+    forward = [([X] * T, X), ([X] * T, X), (Zs, Z), (Ys, Y), (byhand.all_reduce(Ys), Y)]
+    backward = [(byhand.all_reduce(dXs), dX), (dXs, dX), (dZs, dY @ B.T), ([dY] * T, dY), ([dY] * T, dY)]
     return forward, backward
 
 

@@ -206,27 +206,27 @@ _BSH, _BSF, _SHARD = ("b", "s", "h"), ("b", "s", "F"), ("b", "s", "F/t")
 FFN_FORWARD = (
     State("X", _BSH, _BSH, "replicated"),
     State("X", _BSH, _BSH, "replicated"),
-    State("Y·r", _BSF, _SHARD, "sharded"),
-    State("Z·r", _BSH, _BSH, "partial"),
-    State("Z", _BSH, _BSH, "replicated"),
+    State("Z·r", _BSF, _SHARD, "sharded"),
+    State("Y·r", _BSH, _BSH, "partial"),
+    State("Y", _BSH, _BSH, "replicated"),
 )
 FFN_BACKWARD = (
     State("dX", _BSH, _BSH, "replicated"),
     State("dX·r", _BSH, _BSH, "partial"),
-    State("dY·r", _BSF, _SHARD, "sharded"),
-    State("dZ", _BSH, _BSH, "replicated"),
-    State("dZ", _BSH, _BSH, "replicated"),
+    State("dZ·r", _BSF, _SHARD, "sharded"),
+    State("dY", _BSH, _BSH, "replicated"),
+    State("dY", _BSH, _BSH, "replicated"),
 )
 FFN_PASSAGES = (
     Passage("copy (f): identity", "copy (f): all-reduce", "backward"),
-    Passage("Y·r = GeLU(X A·r)", "dX·r = (dY·r ⊙ GeLU′) A·rᵀ"),
-    Passage("Z·r = Y·r B·r", "dY·r = dZ B·rᵀ"),
+    Passage("Z·r = GeLU(X A·r)", "dX·r = (dZ·r ⊙ GeLU′) A·rᵀ"),
+    Passage("Y·r = Z·r B·r", "dZ·r = dY B·rᵀ"),
     Passage("reduce (g): all-reduce", "reduce (g): identity", "forward"),
 )
 
 
 def ffn_placements() -> Picture:
-    """The FFN split by columns, then rows: X → Y·r → Z·r → Z downwards, and the gradients back up beside it."""
+    """The FFN split by columns, then rows: X → Z·r → Y·r → Y downwards, and the gradients back up beside it."""
     height = _TOP + len(FFN_FORWARD) * _STATE + len(FFN_PASSAGES) * _PASSAGE + 8
     with canvas(WIDTH, height) as (figure, axes):
         for x, direction in zip(_COLUMNS, ("forward, down", "backward, up")):

@@ -22,7 +22,7 @@ NEWLINE = "\n"  # between texts, for the search page shows a page's text as it s
 ALT = (
     "A small feed-forward network on two ranks. Both ranks hold the input X. Rank 0 holds the left half of the columns "
     "of A and the upper half of the rows of B, rank 1 the other halves. Each multiplies on its own and ends with a "
-    "partial result; one all-reduce adds the two, and both ranks hold the output Z."
+    "partial result; one all-reduce adds the two, and both ranks hold the output Y."
 )
 
 
@@ -49,9 +49,9 @@ def ranks():
         steps.append([
             ("X", "replicated", X, ""),
             (f"A{sub(rank)}", "sharded", columns, "×"),
-            (f"Y{sub(rank)}", "sharded", hidden, "→"),
+            (f"Z{sub(rank)}", "sharded", hidden, "→"),
             (f"B{sub(rank)}", "sharded", rows, "×"),
-            (f"Z{sub(rank)}", "partial", product(hidden, rows), "→"),
+            (f"Y{sub(rank)}", "partial", product(hidden, rows), "→"),
         ])  # fmt: skip
     return steps
 
@@ -116,13 +116,13 @@ def wide():
         x = bar + COLLECTIVE + GAP / 2 + 6
         parts.append(arrow(bar - GAP / 2 - 2, middle, bar - 4, middle))
         parts.append(arrow(bar + COLLECTIVE + 2, middle, x - 6, middle))
-        parts.append(matrix(x, middle - CELL / 2, "Z", "replicated", output(steps)))
+        parts.append(matrix(x, middle - CELL / 2, "Y", "replicated", output(steps)))
         x += size(output(steps))[0]
     height = RANKS * lane - 10
     center = bar + COLLECTIVE / 2
     parts.append(f'<rect class="collective" x="{bar}" y="4" width="{COLLECTIVE}" height="{height - 12}" rx="8"/>')
     parts.append(f'<g transform="rotate(-90 {center:g} {height / 2:g})">'
-                 + text(center, height / 2 + 5, "all-reduce: Z₀ + Z₁", "sum") + "</g>")  # fmt: skip
+                 + text(center, height / 2 + 5, "all-reduce: Y₀ + Y₁", "sum") + "</g>")  # fmt: skip
     return drawing("wide", x, height, parts)
 
 
@@ -145,11 +145,11 @@ def narrow():
         parts.append(arrow(middle, bar + COLLECTIVE + 1, middle, bar + COLLECTIVE + 14))
         y = bar + COLLECTIVE + 14 + LABEL + 4
         width, height = size(output(steps))
-        parts.append(matrix(middle - width / 2, y, "Z", "replicated", output(steps)))
+        parts.append(matrix(middle - width / 2, y, "Y", "replicated", output(steps)))
         y += height
     full = RANKS * lane
     parts.append(f'<rect class="collective" x="10" y="{bar}" width="{full - 20}" height="{COLLECTIVE}" rx="8"/>')
-    parts.append(text(full / 2, bar + COLLECTIVE / 2 + 5, "all-reduce: Z₀ + Z₁", "sum"))
+    parts.append(text(full / 2, bar + COLLECTIVE / 2 + 5, "all-reduce: Y₀ + Y₁", "sum"))
     return drawing("narrow", full, y + 4, parts)
 
 
