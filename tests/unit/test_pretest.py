@@ -44,8 +44,8 @@ def test_a_statement_has_its_claims_verdict_and_a_chapter_that_settles_it(item):
     assert item["claim"] in PLAN[item["chapter"]]["claims"]
 
 
-def test_the_chapters_that_settle_them():
-    assert [item["chapter"] for item in PRETEST] == [3, 4, 5, 6, 8, 10, 11, 12, 13, 14]
+def test_each_statement_is_settled_by_a_chapter_of_its_own():
+    assert len({item["chapter"] for item in PRETEST}) == 10
 
 
 def test_the_page_has_them_in_this_order_and_says_which_chapter_settles_each():
