@@ -27,6 +27,7 @@ def test_one_gpu_is_one_nccl_rank_and_its_tensors_come_back():
 def test_each_rank_has_a_gpu_of_its_own():
     with RankPool(2) as pool:
         results = pool.run(sum_of_ranks)
+    assert all("nccl" in backend for backend, _, _ in results)
     assert [device for _, device, _ in results] == [0, 1]
     assert [total.item() for *_, total in results] == [3.0, 3.0]
 

@@ -4,6 +4,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 from itertools import combinations
 
+import matplotlib as mpl
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 
@@ -47,3 +48,12 @@ def badly_placed(picture) -> list[str]:
 def foreign(picture) -> list[str]:
     """What a picture must not have: a date, a version, a path, a style sheet."""
     return re.findall(r"dc:date|20\d\d-\d\d|Matplotlib|/home|/work|<style|<metadata", picture.svg)
+
+
+def require_steady(make) -> None:
+    """What `make` draws is the same under a caller's other settings, holds nothing of this machine, fits a phone."""
+    picture = make()
+    with mpl.rc_context({"font.size": 30, "svg.fonttype": "path", "lines.linestyle": "--", "patch.linewidth": 5}):
+        assert picture.svg == make().svg
+    assert foreign(picture) == []
+    assert picture.svg.startswith('<svg style="min-width: 324px"')  # a phone shows it without scrolling

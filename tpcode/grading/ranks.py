@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Tensor
-
 from tpcode.grading.answers import stub_in
 from tpcode.grading.failures import Unfilled, Wrong
 from tpcode.runtime import RankPool
@@ -31,22 +29,7 @@ def on_ranks(function: Callable, t: int, *args, **kwargs) -> list:
     _pools[t] = pool
     while len(_pools) > KEPT_POOLS:
         _pools.pop(next(iter(_pools))).close()
-    return pool.run(_finished, function, args, kwargs)
-
-
-def _finished(function: Callable, args: tuple, kwargs: dict):
-    return _settled(function(*args, **kwargs))
-
-
-def _settled(result):
-    """The result with its tensors detached and complete: a functional collective's is under way until it is used."""
-    if isinstance(result, Tensor):
-        return result.detach().clone()
-    if isinstance(result, dict):
-        return {key: _settled(value) for key, value in result.items()}
-    if type(result) in (list, tuple):
-        return type(result)(map(_settled, result))
-    return result
+    return pool.run(function, *args, **kwargs)
 
 
 def require_returned(function: Callable, results: list, hint: str = "") -> None:
