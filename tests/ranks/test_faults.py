@@ -443,6 +443,19 @@ def test_a_rank_that_loops_while_another_waits(impatient):
     assert expect_failure(impatient, job, RankTimeout, *words).rank == 1
 
 
+def test_a_rank_that_loops_while_another_is_many_calls_ahead(impatient):
+    """Further ahead than the notes reach back: the oldest that is kept says since when it waits, at the least."""
+
+    def job():
+        if one(1):
+            while True:
+                pass
+        for work in [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(100)]:
+            work.wait()
+
+    assert expect_failure(impatient, job, RankTimeout, "rank 0 has waited 1 s in call 69", "for rank 1").rank == 1
+
+
 def test_a_rank_that_loops_after_another_has_returned(impatient):
     def job():
         while one(1):

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from tpcode.runtime import sending, worker
-from tpcode.runtime.board import ANY_SOURCE, Board, Channel
+from tpcode.runtime.board import ANY_SOURCE, HISTORY, Board, Channel
 from tpcode.runtime.env import choose_backend, init_from_env, under_torchrun
 from tpcode.runtime.errors import CollectiveMismatch, RankError, RankTimeout
 
@@ -300,8 +300,7 @@ class _Ranks:
         """The error of the first rank to fail. A process that died comes first: its end makes others raise."""
         if dead:
             rank = dead[0]
-            others = f" (ranks {dead} did)" if len(dead) > 1 else ""
-            return RankError(f"rank {rank} {_end_of(self.processes[rank])}{others}", rank)
+            return RankError(f"rank {rank} {_end_of(self.processes[rank])}{_so_did(dead[1:])}", rank)
         raised = {rank: reply for rank, reply in enumerate(replies) if isinstance(reply, worker.Raised)}
         first = min(raised.values(), key=lambda reply: reply.when)
         rank = min(r for r in raised if raised[r].summary == first.summary)  # the same on all: named alike every time
@@ -315,8 +314,7 @@ class _Ranks:
             return CollectiveMismatch(
                 exception.args[0], rank, "\n".join([f"rank {rank} called it here:", "".join(where).rstrip(), *at])
             )
-        also = [r for r in raised if r != rank]
-        more = f" (so did {_ranks(also)})" if also else ""
+        more = _so_did([r for r in raised if r != rank])
         return RankError(f"rank {rank} raised {first.summary}{more}", rank, text, exception)
 
     # ---- what the board says ----------------------------------------------------------------------------------------
@@ -372,9 +370,10 @@ class _Ranks:
             number = min(counts) + 1
             late = [rank for rank, count in zip(channel.members, counts) if count < number]
             for member, rank in enumerate(channel.members):
-                note = self.board.note(channel, member, number)
+                oldest = max(number, counts[member] - HISTORY + 1)  # of the calls that nobody answers, still kept
+                note = self.board.note(channel, member, oldest)
                 if note is not None and now - note.time > timeout:
-                    what = f"rank {rank} has waited {timeout:g} s in call {number} of {channel.name}, {note.text}"
+                    what = f"rank {rank} has waited {timeout:g} s in call {oldest} of {channel.name}, {note.text}"
                     raise self._timeout(replies, f"{what}, for {_ranks(late)}", late[0])
         for rank, when in returned_at.items():
             if now - when > timeout:
@@ -586,6 +585,10 @@ def _end_of(process) -> str:
     if code is not None and code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended its process with exit code {code}"
+
+
+def _so_did(ranks: list[int]) -> str:
+    return f" (so did {_ranks(ranks)})" if ranks else ""
 
 
 def _ranks(ranks: list[int]) -> str:
