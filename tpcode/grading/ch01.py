@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from tpcode.config import PRESETS
-from tpcode.grading.answers import blanks, stub_in
+from tpcode.grading.answers import blanks
 from tpcode.grading.compare import Symptom, as_tensor, compare_one, looks_like
-from tpcode.grading.failures import Unfilled, Wrong
+from tpcode.grading.failures import Wrong
+from tpcode.grading.numbers import called, number, require_number
 from tpcode.grading.registry import exercise
 
 # ---- 1.1 ------------------------------------------------------------------------------------------------------------
@@ -90,10 +90,10 @@ def bytes_and_flops(ffn_bytes: Callable, ffn_flops: Callable, in_mib: Callable) 
         sizes = PRESETS[name]
         h, F, gated = sizes.hidden, sizes.ffn, sizes.gated
         matrices = 3 if gated else 2
-        _require_number(
+        require_number(
             "ffn_bytes", ffn_bytes, (h, F, gated), 2 * matrices * h * F, name, _bytes_that_are_wrong(h, F, matrices)
         )
-        _require_number(
+        require_number(
             "ffn_flops",
             ffn_flops,
             (TOKENS, h, F, gated),
@@ -108,7 +108,7 @@ def bytes_and_flops(ffn_bytes: Callable, ffn_flops: Callable, in_mib: Callable) 
         right * MIB / 1000 / 1024: "A MiB is 1024 · 1024 bytes, not 1000 · 1024.",
         right * MIB * MIB: "Bytes to MiB is a division: a MiB is many bytes.",
     }
-    _require_number("in_mib", in_mib, (128 * MIB,), right, "one 16-bit matrix of 4096 by 16384", wrong)
+    require_number("in_mib", in_mib, (128 * MIB,), right, "one 16-bit matrix of 4096 by 16384", wrong)
     return "bytes and FLOPs of GPT-3's and SmolLM2's FFN, and MiB."
 
 
@@ -144,39 +144,6 @@ def _wrong_count(one: int, matrices: int) -> dict[float, str]:
     return {3 * one: "That is three matrices. Without a gate there are two."}
 
 
-def _require_number(
-    name: str, function: Callable, args: tuple, right: float, where: str, wrong: Mapping[float, str]
-) -> None:
-    """Raise Wrong unless function(*args) is the number `right`; say what it looks like if it is one of `wrong`."""
-    got = _number(name, function, args)
-    if not math.isclose(got, right, rel_tol=1e-6):
-        hint = next((text for value, text in wrong.items() if math.isclose(got, value, rel_tol=1e-6)), "")
-        call = f"{name}({', '.join(map(str, args))})"
-        raise Wrong(f"{call} is {right:,.12g}, yours is {got:,.12g} ({where}).\n{hint}".rstrip())
-
-
-def _number(name: str, function: Callable, args: tuple) -> float:
-    """function(*args) as a number: also a tensor or array of one element. Wrong for everything else."""
-    got = _called(name, function, args)
-    try:
-        tensor = as_tensor(got)
-        if tensor.dtype != torch.bool:
-            return got if isinstance(got, int | float) else tensor.item()  # torch would round to float32
-    except (TypeError, ValueError, RuntimeError):
-        pass  # not a number, or several
-    raise Wrong(f"{name} returned {got!r:.60}; it should return one number.")
-
-
-def _called(name: str, function: Callable, args: tuple):
-    """function(*args), which is neither None nor the stub's `...`."""
-    got = function(*args)
-    if blanks(got):
-        if stub := stub_in(function):
-            raise Unfilled(f"replace {stub} in {name}.")
-        raise Wrong(f"{name} returned {got}. Is there a return?")
-    return got
-
-
 # ---- 1.3 ------------------------------------------------------------------------------------------------------------
 
 BYTES_EACH = {
@@ -198,7 +165,7 @@ TERM_HINTS = {
 @exercise("1.3")
 def state_term_by_term(state_bytes: Callable) -> str:
     """`state_bytes(n, recipe)` for recipe "fp32" or "mixed": a dict from the term's name to bytes."""
-    answers = {recipe: _called("state_bytes", state_bytes, (COUNT, recipe)) for recipe in BYTES_EACH}
+    answers = {recipe: called("state_bytes", state_bytes, (COUNT, recipe)) for recipe in BYTES_EACH}
     for recipe, answer in answers.items():
         _require_dict(recipe, answer)
     if answers["fp32"] == answers["mixed"]:
@@ -261,7 +228,7 @@ CASES = ((0, CARD), (8192, CARD), (8192, NODE))
 def layers_that_train(most_layers: Callable) -> str:
     """`most_layers(tokens, h, F, card_bytes)`: how many FFNs train, an integer; tokens = 0 is the state alone."""
     for tokens, card in CASES:
-        got = _number("most_layers", most_layers, (tokens, H, WIDTH, card))
+        got = number("most_layers", most_layers, (tokens, H, WIDTH, card))
         right = _most(tokens, card)
         if not abs(got - right) <= 1:  # also for nan
             what = f"the activations of {tokens} tokens" if tokens else "the state alone"
