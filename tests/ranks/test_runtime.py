@@ -491,3 +491,33 @@ def test_launch_keeps_a_few_pools_of_different_sizes():
     for n in (1, 3, 4):
         launch(os.getpid, n)
     assert all_gone(first)
+
+
+# ---- watching -------------------------------------------------------------------------------------------------------
+
+
+def test_whatever_a_rank_calls_is_seen(pool2):
+    def job():
+        import torch.distributed._functional_collectives as functional
+
+        from tpcode.comm import all_reduce
+        from tpcode.runtime.notes import watch
+
+        rank, x = dist.get_rank(), torch.ones(2)
+        dist.all_reduce(x)  # before: not seen
+        with watch() as calls, watch() as inner:
+            dist.all_reduce(x.clone())
+            all_reduce(x, op="max")
+            functional.wait_tensor(functional.all_reduce(x, "sum", dist.group.WORLD))
+            (dist.send if rank == 0 else dist.recv)(x, 1 - rank)
+        dist.barrier()
+        return calls, inner == calls
+
+    for rank, (calls, same) in enumerate(pool2.run(job)):
+        assert same
+        assert calls == [
+            "all_reduce SUM float32 [2]",
+            "all_reduce MAX float32 [2]",
+            "all_reduce SUM float32 [2]",
+            f"{'send' if rank == 0 else 'recv'} 0 -> 1 float32 [2]",
+        ]

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -62,6 +64,27 @@ _WITH_ROOT = ("broadcast", "reduce", "gather", "scatter")
 _OPS = (ReduceOp, ReduceOp.RedOpType)
 _OP_NAMES = {op: name for name, op in ReduceOp.RedOpType.__members__.items()}
 
+_watching: list[list[str]] = []
+
+
+@contextmanager
+def watch() -> Iterator[list[str]]:
+    """What this rank calls until the block ends, whichever way: "all_reduce SUM float32 [2]", "send 0 -> 1 int64 [3]".
+
+    Collectives and messages alike, those of one rank alone too. Outside of a pool's ranks nothing is noted.
+    """
+    calls: list[str] = []
+    _watching.append(calls)
+    try:
+        yield calls
+    finally:
+        _watching[:] = [other for other in _watching if other is not calls]
+
+
+def _tell(call: str) -> None:
+    for calls in _watching:
+        calls.append(call)
+
 
 class Notes:
     """One worker's writer of notes."""
@@ -84,6 +107,7 @@ class Notes:
         Raises:
             CollectiveMismatch: a peer has noted another call in its place.
         """
+        _tell(text)
         channel = self._channels.get(group)
         if channel is None:
             name, members = self._identify(group)
@@ -93,6 +117,7 @@ class Notes:
 
     def message(self, group: ProcessGroup, sender: int, receiver: int, tag: int, tensors) -> None:
         """Note a send or a recv; both ends write on a channel of their own. Ranks are the group's."""
+        _tell(f"{'send' if sender == group.rank() else 'recv'} {sender} -> {receiver} {_tensors(tensors)}")
         key = (group, sender, receiver, tag)
         channel = self._channels.get(key)
         if channel is None:
