@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from tpcode.grading.answers import stub_in
 from tpcode.grading.failures import Unfilled, Wrong
@@ -47,3 +47,12 @@ def require_returned(function: Callable, results: list, hint: str = "") -> None:
         raise Unfilled(f"replace {stub} in {function.__name__}.")
     where = "on every rank" if len(empty) == len(results) else f"on rank {empty[0]}"
     raise Wrong(f"{function.__name__} returned {results[empty[0]]} {where}. {hint or 'Is there a return?'}")
+
+
+def require_calls(results: Sequence[Mapping], phase: str, wanted: int, why: str) -> None:
+    """Raise Wrong unless every rank made `wanted` calls in `results[rank][phase]`, a list as `watch` gives it."""
+    t = len(results)
+    for rank, mine in enumerate(results):
+        if len(mine[phase]) != wanted:
+            calls = f" ({'; '.join(mine[phase])})" if mine[phase] else ""
+            raise Wrong(f"{phase} made {len(mine[phase])} calls on rank {rank} at t = {t}{calls}, not {wanted}. {why}")
