@@ -8,13 +8,14 @@
 `mathematics` KaTeX, served by the site
 `offline`    nothing is asked of another host
 `hero`        the picture of the front page
+`claims`      the page of claims, with links back to where each is shown
 `plan`       the plan of the book and what is computed from it
 """
 
-from . import addresses, boxes, citations, exercises, figures, hero, mathematics, offline, plan
+from . import addresses, boxes, citations, claims, exercises, figures, hero, mathematics, offline, plan
 
 
 def setup(app):
-    for part in (addresses, boxes, citations, exercises, figures, hero, mathematics, offline, plan):
+    for part in (addresses, boxes, citations, claims, exercises, figures, hero, mathematics, offline, plan):
         part.setup(app)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
