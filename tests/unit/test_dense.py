@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tpcode import byhand
-from tpcode.dense import FFN, SwiGLU
+from tpcode.dense import CORES, FFN, Attention, Dropout, GPT2Attention, KVCache, SwiGLU, rotate, set_dropout_step
 
 H, F = 6, 12
 
@@ -76,3 +76,171 @@ def test_nonsense_is_refused():
         FFN(H, 12.0)
     with pytest.raises(ValueError, match="hidden h must be at least 1 and is 0"):
         SwiGLU(0, F)
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("a", "k"), [(4, 4), (6, 2), (3, 1)])
+def test_attention_equals_the_one_by_hand(a, k):
+    """One sequence at a time by hand; as a batch in torch."""
+    attention = Attention(H, a, k, head_dim=4, dtype=torch.float64)
+    x, dy = (torch.randn(2, 5, H, dtype=torch.float64) for _ in range(2))
+    x.requires_grad_()
+    y = attention(x)
+    y.backward(dy)
+    weights = [getattr(attention, f"{name}_proj").weight for name in "qkvo"]
+    matrices = [w.detach().numpy().T for w in weights]
+    of_weights = [0, 0, 0, 0]
+    for i in range(2):
+        X = x[i].detach().numpy()
+        Y, kept = byhand.attention_forward(X, *matrices, a, k)
+        dX, *gradients = byhand.attention_backward(dy[i].numpy(), X, *matrices, kept)
+        of_weights = [total + one for total, one in zip(of_weights, gradients)]
+        np.testing.assert_allclose(y[i].detach().numpy(), Y, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(x.grad[i].numpy(), dX, rtol=0, atol=1e-12)
+    for weight, hand in zip(weights, of_weights):
+        np.testing.assert_allclose(weight.grad.T.numpy(), hand, rtol=0, atol=1e-12)
+
+
+def test_attention_parameters_have_hugging_face_names():
+    names = [name for name, _ in Attention(8, 4, 2, qk_norm="head").named_parameters()]
+    assert names == [f"{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
+    names = [name for name, _ in GPT2Attention(8, 4).named_parameters()]
+    assert names == ["c_attn.weight", "c_attn.bias", "c_proj.weight", "c_proj.bias"]
+
+
+@pytest.mark.parametrize(("s", "n"), [(5, 5), (2, 5), (1, 5), (1, 1)])
+def test_the_two_cores_are_equal(s, n):
+    """Output and every gradient, for the last s of n tokens (what a cache leaves to do)."""
+    torch.manual_seed(0)
+    q, dy = (torch.randn(2, 6, s, 4, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(2, 3, n, 4, dtype=torch.float64) for _ in range(2))
+    found = []
+    for core in CORES.values():
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        y = core(*leaves)
+        y.backward(dy)
+        found.append([y, *(leaf.grad for leaf in leaves)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_half_precision_probabilities_are_computed_in_float32():
+    """Rules out: a softmax in bfloat16. Not vacuous: that one is off by more."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 64, 8) for _ in range(3))
+    exact = CORES["explicit"](*(x.bfloat16().double() for x in (q, k, v)))
+    ours = CORES["explicit"](*(x.bfloat16() for x in (q, k, v)))
+    assert ours.dtype == torch.bfloat16
+    assert (ours - exact).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_no_query_reads_a_later_token(core):
+    attention = Attention(8, 4, 2, core=core, rope_theta=1e4, dtype=torch.float64)
+    x = torch.randn(2, 6, 8, dtype=torch.float64)
+    later = x.clone()
+    later[:, 4:] += 1
+    difference = (attention(x) - attention(later)).abs().amax((0, 2))
+    assert difference[:4].max() == 0 and difference[4:].min() > 1e-3
+
+
+def test_rope_depends_on_the_distance_alone():
+    """A query at p and a key at p - 3 meet at the same angle wherever they are; the first position is not turned."""
+    q, k = torch.randn(1, 8, dtype=torch.float64), torch.randn(1, 8, dtype=torch.float64)
+    products = [rotate(q, p, 1e4) @ rotate(k, p - 3, 1e4).T for p in (3, 50, 500)]
+    for product in products[1:]:
+        torch.testing.assert_close(product, products[0], rtol=0, atol=1e-4)  # angles are float32
+    assert torch.equal(rotate(q, 0, 1e4), q)
+    assert (rotate(q, 5, 1e4) - q).abs().max() > 0.1
+    torch.testing.assert_close(rotate(q, 5, 1e4).norm(), q.norm(), rtol=1e-6, atol=0)
+
+
+def test_a_cache_says_what_it_holds_and_refuses_what_does_not_fit():
+    cache = KVCache()
+    assert (len(cache), cache.nbytes) == (0, 0)
+    cache.extend(torch.zeros(2, 3, 4, 8), torch.zeros(2, 3, 4, 8))
+    k, v = cache.extend(torch.ones(2, 3, 1, 8), torch.ones(2, 3, 1, 8))
+    assert len(cache) == 5 and k.shape == v.shape == (2, 3, 5, 8)
+    assert k[0, 0, :, 0].tolist() == [0, 0, 0, 0, 1]
+    assert cache.nbytes == 2 * 2 * 3 * 5 * 8 * 4
+    with pytest.raises(ValueError, match="holds 2 sequences of 3 KV heads of size 8, and these are 1 of 3 of size 8"):
+        cache.extend(torch.zeros(1, 3, 1, 8), torch.zeros(1, 3, 1, 8))
+    assert len(cache) == 5
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: Attention(8, 3), ValueError, "query heads = 3 must divide hidden h = 8, unless head_dim is given"),
+        (lambda: Attention(8, 4, 3), ValueError, "query heads = 4 is no multiple of KV heads = 3"),
+        (lambda: Attention(8, 8, rope_theta=1e4), ValueError, "head_dim = 1 must be even: rotary positions turn pairs"),
+        (lambda: Attention(8, 4, core="flash"), ValueError, "core must be one of sdpa, explicit and is 'flash'"),
+        (lambda: Attention(8, 4, qk_norm="both"), ValueError, "qk_norm must be 'head', 'all' or None and is 'both'"),
+        (lambda: Attention(8.0, 4), TypeError, "hidden h must be an integer"),
+        (lambda: GPT2Attention(8, 3), ValueError, "query heads = 3 must divide hidden h = 8"),
+        (lambda: Attention(8, 4)(torch.zeros(5, 8)), ValueError, "must be [b, s, h] and its shape is [5, 8]"),
+        (lambda: Dropout(1.0, "x"), ValueError, "dropout must be at least 0 and below 1, and is 1.0"),
+        (lambda: Dropout(0.1, 3), TypeError, "place must be a name and is 3"),
+        (lambda: set_dropout_step(Dropout(0.1, "x"), -1), ValueError, "step must be at least 0 and is -1"),
+    ],
+)
+def test_nonsense_in_attention_and_dropout_is_refused(make, error, words):
+    with pytest.raises(error) as caught:
+        make()
+    assert words in str(caught.value)
+
+
+# ---- dropout --------------------------------------------------------------------------------------------------------
+
+
+def test_a_mask_depends_on_seed_place_and_step_alone():
+    """Rules out: masks that other draws from the default generator, or the order of the layers, move on."""
+    x = torch.ones(1000)
+
+    def dropped(seed, place, step):
+        dropout = Dropout(0.3, place, seed)
+        set_dropout_step(dropout, step)
+        torch.rand(step + 7)
+        return dropout(x)
+
+    one = dropped(0, "a", 0)
+    assert torch.equal(one, dropped(0, "a", 0))
+    for other in (dropped(1, "a", 0), dropped(0, "b", 0), dropped(0, "a", 1)):
+        assert not torch.equal(one, other)
+    assert set(one.unique().tolist()) == {0.0, torch.tensor(1 / 0.7).item()}
+    assert 0.25 < (one == 0).float().mean() < 0.35
+
+
+def test_dropping_leaves_the_default_generator_alone():
+    state = torch.get_rng_state()
+    Dropout(0.3, "a")(torch.ones(10))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_nothing_is_dropped_in_evaluation_or_at_p_0():
+    x = torch.randn(10)
+    assert Dropout(0.5, "a").eval()(x) is x and Dropout(0.0, "a")(x) is x
+
+
+def test_one_byte_an_entry_is_kept_for_backward():
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        Dropout(0.5, "a")(torch.randn(3, 4, requires_grad=True))
+    assert [(tensor.dtype, tuple(tensor.shape)) for tensor in kept] == [(torch.bool, (3, 4))]
+
+
+def test_attention_drops_probabilities():
+    """Both cores the same: PyTorch's own dropout in scaled_dot_product_attention has a mask of its own, and is not
+    used. Not vacuous: with dropout the output differs."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    outputs = []
+    for core in CORES:
+        torch.manual_seed(1)
+        attention = Attention(8, 4, core=core, dropout=Dropout(0.5, "a"), dtype=torch.float64)
+        outputs += [attention(x), attention.eval()(x)]
+    dropped, whole, *others = outputs
+    torch.testing.assert_close(others, [dropped, whole], rtol=0, atol=1e-12)
+    assert (dropped - whole).abs().max() > 0.01

@@ -1,14 +1,27 @@
 """Floor 3: layers that are split over ranks, and how each of their parameters lies."""
 
+from tpcode.dense import KVCache, set_dropout_step
+from tpcode.layers.attention import GroupedPlacement, ParallelAttention
+from tpcode.layers.dropout import Dropout
 from tpcode.layers.ffn import ParallelFFN, ParallelSwiGLU
 from tpcode.layers.linear import ColumnParallelLinear, RowParallelLinear
+from tpcode.layers.norm import AllHeadsNorm, HeadNorm, LayerNorm, RMSNorm
 from tpcode.layers.placement import Placement, placements
 
 __all__ = [
+    "AllHeadsNorm",
     "ColumnParallelLinear",
+    "Dropout",
+    "GroupedPlacement",
+    "HeadNorm",
+    "KVCache",
+    "LayerNorm",
+    "ParallelAttention",
     "ParallelFFN",
     "ParallelSwiGLU",
     "Placement",
+    "RMSNorm",
     "RowParallelLinear",
     "placements",
+    "set_dropout_step",
 ]
