@@ -7,6 +7,14 @@ from tpcode.layers.ffn import ParallelFFN, ParallelSwiGLU
 from tpcode.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tpcode.layers.norm import AllHeadsNorm, HeadNorm, LayerNorm, RMSNorm
 from tpcode.layers.placement import Placement, placements
+from tpcode.layers.vocab import (
+    TiedHead,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    VocabPlacement,
+    vocab_parallel_argmax,
+    vocab_parallel_cross_entropy,
+)
 
 __all__ = [
     "AllHeadsNorm",
@@ -22,6 +30,12 @@ __all__ = [
     "Placement",
     "RMSNorm",
     "RowParallelLinear",
+    "TiedHead",
+    "VocabParallelEmbedding",
+    "VocabParallelHead",
+    "VocabPlacement",
     "placements",
     "set_dropout_step",
+    "vocab_parallel_argmax",
+    "vocab_parallel_cross_entropy",
 ]
