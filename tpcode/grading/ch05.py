@@ -36,7 +36,7 @@ def _filled(module: nn.Module, seed: int) -> nn.Module:
 # ---- 5.1 ------------------------------------------------------------------------------------------------------------
 
 WIDTH = 4  # F / h
-UNITS = {"column, row": 2, "column, column": 5, "row, column": 9, "row, row": 10}  # 2; 4 + 1; 8 + 1; 8 + 2
+ORDERS = ("column, row", "column, column", "row, column", "row, row")
 
 ANY_ORDER = "You gave all four orders the same number. What does each order's second layer want, and what is there?"
 AS_NARROW = (
@@ -54,7 +54,7 @@ REDUCE_SCATTERED = (
     "6 is right for a reduce-scatter of H. Here the layers are used as they are: H is summed by an all-reduce."
 )
 
-# The numbers that known slips lead to.
+# The numbers that known slips lead to. Right are 2, 4 + 1, 8 + 1 and 8 + 2; the check takes them from the ledger.
 SLIPS = {
     "column, row": {0: NO_OUTPUT, 1: ONE_WAY, 4: BOTH_WAYS, 6: BETWEEN, 10: BETWEEN},
     "column, column": {1: NO_COLUMNS, 2: AS_NARROW, 4: NO_OUTPUT, **dict.fromkeys((6, 9, 10), GATHER_AS_SUM)},
@@ -72,11 +72,11 @@ SLIPS = {
 
 @exercise("5.1")
 def units_of_four_orders(units: Mapping) -> str:
-    """`units[order]` for the orders of UNITS: forward's wire per rank, in units of bsh(t-1)/t elements, at F = 4h."""
+    """`units[order]` for each of ORDERS: forward's wire per rank, in units of bsh(t-1)/t elements, at F = 4h."""
     answers = _numbers_by_order(units)
     if len(set(answers.values())) == 1:
         raise Wrong(ANY_ORDER)
-    ledgers = {order: units_by_ledger(order, t=2) for order in UNITS}
+    ledgers = {order: units_by_ledger(order, t=2) for order in ORDERS}
     for order, given in answers.items():
         if given != ledgers[order]:
             hint = SLIPS[order].get(given, "")
@@ -85,10 +85,10 @@ def units_of_four_orders(units: Mapping) -> str:
 
 
 def _numbers_by_order(units: Mapping) -> dict[str, float]:
-    if not isinstance(units, Mapping) or set(units) != set(UNITS):
-        raise Wrong(f"units should be a dict with the keys {', '.join(map(repr, UNITS))}.")
+    if not isinstance(units, Mapping) or set(units) != set(ORDERS):
+        raise Wrong(f"units should be a dict with the keys {', '.join(map(repr, ORDERS))}.")
     answers = {}
-    for order in UNITS:
+    for order in ORDERS:
         try:
             answers[order] = float(units[order])
         except (TypeError, ValueError):
