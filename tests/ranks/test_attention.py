@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tpcode.comm import record
-from tpcode.dense import Attention, GPT2Attention, KVCache
-from tpcode.layers import ParallelAttention
+from tpcode.dense import FFN, Attention, GPT2Attention, KVCache
+from tpcode.layers import ColumnParallelLinear, ParallelAttention, ParallelFFN, RowParallelLinear
 from tpcode.layers.attention import qkv_placement
 from tpcode.layers.replicas import replica_group
 from tpcode.runtime import launch
@@ -232,6 +232,14 @@ def test_one_all_reduce_each_way_and_no_more(t):
             wanted = sorted((phase, "all_reduce", shape, group) for phase, shape, group in block + expected[name])
             assert events == wanted, name
             assert witness == (sum(phase == "forward" for phase, *_ in wanted), len(wanted)), name
+
+
+def test_attention_is_the_ffns_column_then_row():
+    """The same two classes build both: Q, K and V by columns, the output by rows. (One rank needs no launch.)"""
+    split, ffn = ParallelAttention.from_dense(Attention(H, 4, head_dim=D)), ParallelFFN.from_dense(FFN(H, 12))
+    assert type(split.qkv) is type(ffn.c_fc) is ColumnParallelLinear
+    assert type(split.o_proj) is type(ffn.c_proj) is RowParallelLinear
+    assert list(split.placements) == ["qkv.weight", "o_proj.weight"]
 
 
 def frozen():

@@ -100,6 +100,7 @@ def test_norms_refuse_what_they_are_not():
         LayerNorm.from_dense(nn.RMSNorm(H))
     with pytest.raises(TypeError, match=r"RMSNorm.from_dense takes a torch.nn.RMSNorm, and this is a LayerNorm"):
         RMSNorm.from_dense(nn.LayerNorm(H))
+    assert placements(LayerNorm(H)) == {"weight": Placement(), "bias": Placement()}  # made directly
     frozen = LayerNorm.from_dense(nn.LayerNorm(H).requires_grad_(False))
     assert not any(parameter.requires_grad for parameter in (*frozen.parameters(), *frozen.to_dense().parameters()))
 

@@ -1,7 +1,7 @@
 """Floor 3: layers that are split over ranks, and how each of their parameters lies."""
 
 from tpcode.dense import KVCache, set_dropout_step
-from tpcode.layers.attention import GroupedPlacement, ParallelAttention
+from tpcode.layers.attention import ParallelAttention
 from tpcode.layers.dropout import Dropout
 from tpcode.layers.ffn import ParallelFFN, ParallelSwiGLU
 from tpcode.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -20,7 +20,6 @@ __all__ = [
     "AllHeadsNorm",
     "ColumnParallelLinear",
     "Dropout",
-    "GroupedPlacement",
     "HeadNorm",
     "KVCache",
     "LayerNorm",

@@ -21,7 +21,7 @@ from tpcode.layers.replicas import copy_to_replicas
 class _ReplicatedNorm(nn.Module):
     """What the two norms of the residual stream add to torch's: the way from the dense one and back, and placements."""
 
-    placements: dict[str, Placement]
+    partial_grad = False
 
     @classmethod
     def from_dense(cls, dense: nn.Module, group: ProcessGroup | None = None, *, partial_grad: bool = False) -> Self:
@@ -40,12 +40,17 @@ class _ReplicatedNorm(nn.Module):
                 f"{type(dense).__name__}"
             )
         norm = _renewed(dense, cls)
-        norm.placements = {name: Placement(partial_grad=partial_grad) for name, _ in norm.named_parameters()}
+        norm.partial_grad = partial_grad
         return norm
 
     def to_dense(self) -> nn.Module:
         """The dense norm. Nothing is sent: every rank has all of it."""
         return _renewed(self, self.dense_type)
+
+    @property
+    def placements(self) -> dict[str, Placement]:
+        """Every parameter's placement by name."""
+        return {name: Placement(partial_grad=self.partial_grad) for name, _ in self.named_parameters()}
 
 
 class LayerNorm(_ReplicatedNorm, nn.LayerNorm):
