@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from tpcode.comm import all_gather, all_reduce, broadcast, reduce_scatter
-from tpcode.grading import Wrong, ch02, check
+from tpcode.grading import Wrong, ch02, check, ranks
 
 
 def refused(said: str, *answers) -> str:
@@ -467,6 +467,24 @@ def single_numbers(chunks):
 )
 def test_wrong_rings_hear_why(answer, said):
     refused(said, "2.3", answer)
+
+
+@pytest.mark.parametrize("id", ["2.3", "2.5"])
+def test_ranks_that_all_send_first_hear_why_they_wait(id, monkeypatch):
+    def all_send_first(x):
+        r, t = where()
+        mine = x[0] if isinstance(x, list) else x
+        arrived = torch.empty_like(mine)
+        dist.send(mine, (r + 1) % t)
+        dist.recv(arrived, (r - 1) % t)
+        return [arrived]
+
+    monkeypatch.setattr(ranks, "_pools", {})
+    monkeypatch.setattr(ranks, "TIMEOUT", 1.0)
+    text = refused("the ranks wait for each other. If all ranks send first", id, all_send_first)
+    for pool in ranks._pools.values():
+        pool.close()
+    assert "has waited 1 s" in text
 
 
 def test_known_wrong_rings_differ_from_the_right_one_and_from_each_other():

@@ -17,7 +17,7 @@ from tpcode.grading.compare import Difference, Symptom, as_tensor, compare
 from tpcode.grading.failures import Unfilled, Wrong, explain
 from tpcode.grading.ranks import SIZES, on_ranks, require_returned
 from tpcode.grading.registry import exercise
-from tpcode.runtime import CollectiveMismatch, RankError
+from tpcode.runtime import CollectiveMismatch, RankError, RankTimeout
 from tpcode.runtime.notes import watch
 
 
@@ -236,7 +236,9 @@ def all_gather_half_of_the_ring(ring_all_reduce: Callable) -> str:
     """`ring_all_reduce(chunks)`: this rank's t chunks -> what it holds after each of 2(t-1) steps: [t, 2] each."""
     for t in RING_SIZES:
         chunks = _chunks(t)
-        runs = _unless_stub(ring_all_reduce, lambda t=t, chunks=chunks: on_ranks(_ring_job, t, ring_all_reduce, chunks))
+        runs = _with_messages(
+            ring_all_reduce, lambda t=t, chunks=chunks: on_ranks(_ring_job, t, ring_all_reduce, chunks)
+        )
         histories, calls = zip(*runs)
         require_returned(ring_all_reduce, list(histories))
         for rank, history in enumerate(histories):
@@ -320,10 +322,13 @@ def wrong_rings(chunks: Sequence[Tensor]) -> list[tuple[list[Tensor], str]]:
     ]
 
 
-def _unless_stub(function: Callable, run: Callable) -> list:
-    """What run() returns; Unfilled if it fails because `function` still has a hole."""
+def _with_messages(function: Callable, run: Callable) -> list:
+    """What run() returns; Unfilled if it fails because `function` still has a hole, Wrong with a hint if ranks wait."""
     try:
         return run()
+    except RankTimeout as error:
+        hint = "If all ranks send first, or all receive first, nobody answers: isend, then recv, then wait()."
+        raise Wrong(f"the ranks wait for each other. {hint}\n{explain(error)}") from None
     except RankError:
         if stub := stub_in(function):
             raise Unfilled(f"replace {stub} in {function.__name__}.") from None
@@ -569,7 +574,7 @@ def _require_ring_of(function: Callable, n: int, t: int) -> None:
     numbers = _numbers(n, t)
     where = f"{n} elements on {t} rank{'s' * (t > 1)}"
     try:
-        results = on_ranks(_length_job, t, function, numbers)
+        results = _with_messages(function, lambda: on_ranks(_length_job, t, function, numbers))
     except CollectiveMismatch as error:
         raise Wrong(
             f"with {where}, the two ends of a message do not agree.\n"
