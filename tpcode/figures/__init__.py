@@ -1,6 +1,7 @@
 """Pictures. Each is a function that returns a `Picture`, which a notebook shows and a test can read."""
 
 from tpcode.figures.collectives import before_after, ring
+from tpcode.figures.heads import heads_to_ranks
 from tpcode.figures.lanes import ffn_placements, ranks_as_lanes
 from tpcode.figures.matrices import cut, product
 from tpcode.figures.splits import three_splits
@@ -12,6 +13,7 @@ __all__ = [
     "before_after",
     "cut",
     "ffn_placements",
+    "heads_to_ranks",
     "product",
     "ranks_as_lanes",
     "ring",
