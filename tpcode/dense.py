@@ -157,7 +157,7 @@ def explicit_attention(q: Tensor, k: Tensor, v: Tensor, dropout: Callable[[Tenso
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))  # [b, k, n, d] -> [b, a, n, d]
     scores = q @ k.mT * q.shape[-1] ** -0.5  # [b, a, s, d] [b, a, d, n] -> [b, a, s, n]
     scores = scores.masked_fill(~_visible(q, k), -torch.inf)
-    p = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1).to(v.dtype)  # half floats: in float32
+    p = scores.softmax(-1).to(v.dtype)  # (autocast's is float32)
     if dropout is not None:
         p = dropout(p)
     return p @ v  # [b, a, s, n] [b, a, n, d] -> [b, a, s, d]

@@ -126,16 +126,6 @@ def test_the_two_cores_are_equal(s, n):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
-def test_half_precision_probabilities_are_computed_in_float32():
-    """Rules out: a softmax in bfloat16. Not vacuous: that one is off by more."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 1, 64, 8) for _ in range(3))
-    exact = CORES["explicit"](*(x.bfloat16().double() for x in (q, k, v)))
-    ours = CORES["explicit"](*(x.bfloat16() for x in (q, k, v)))
-    assert ours.dtype == torch.bfloat16
-    assert (ours - exact).abs().max() < 0.02
-
-
 @pytest.mark.parametrize("core", CORES)
 def test_no_query_reads_a_later_token(core):
     attention = Attention(8, 4, 2, core=core, rope_theta=1e4, dtype=torch.float64)
