@@ -262,6 +262,10 @@ class Attention(nn.Module):
         mixed = attend(q, k, v, core=self.core, rope_theta=self.rope_theta, cache=cache, dropout=self.dropout)
         return self.o_proj(mixed)  # [b, s, a·d] -> [b, s, h]
 
+    def extra_repr(self) -> str:
+        options = ("heads", "kv_heads", "head_dim", "rope_theta", "qk_norm", "core")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in options)
+
 
 class GPT2Attention(nn.Module):
     """Causal self-attention as in GPT-2: multi-head, positions learned and added before, Q, K and V from one matrix.
@@ -293,6 +297,9 @@ class GPT2Attention(nn.Module):
         qkv = self.c_attn(x).unflatten(-1, (3, self.heads, self.head_dim))  # [b, s, h] -> [b, s, 3, a, d]
         mixed = attend(*qkv.unbind(2), core=self.core, rope_theta=None, cache=cache, dropout=self.dropout)
         return self.c_proj(mixed)  # [b, s, a·d] -> [b, s, h]
+
+    def extra_repr(self) -> str:
+        return f"heads={self.heads}, head_dim={self.head_dim}, core={self.core!r}"
 
 
 def require_sequence(x: Tensor, what: str) -> None:

@@ -491,6 +491,11 @@ def test_layers_share_their_groups_and_jobs_do_not():
         assert launch(many_layers, 4) == [(1, True)] * 4
 
 
+def test_layers_print_their_heads():
+    split = ParallelAttention.from_dense(Attention(H, 8, 2, head_dim=D))
+    assert "heads=8 of 8, kv_heads=2 of 2, head_dim=4" in str(split)
+
+
 # ---- bad input ------------------------------------------------------------------------------------------------------
 
 

@@ -169,6 +169,10 @@ class ParallelAttention(nn.Module):
         }
         return functional_call(self.qkv, shared, (x,))
 
+    def extra_repr(self) -> str:
+        q, kv = self.heads.heads_per_rank, self.heads.kv_heads_per_rank
+        return f"heads={q} of {self.heads.heads}, kv_heads={kv} of {self.heads.kv_heads}, head_dim={self.head_dim}"
+
     @property
     def _qk_norm(self) -> str | None:
         return None if self.q_norm is None else "head" if isinstance(self.q_norm, HeadNorm) else "all"

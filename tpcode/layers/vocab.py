@@ -172,6 +172,9 @@ class TiedHead(nn.Module):
         x, weight = as_linear_casts(x, self.weight)
         return linear(copy_to_tp(x, self._embedding[0].group), weight)
 
+    def extra_repr(self) -> str:
+        return f"tied to {self._embedding[0]}"
+
 
 def vocab_parallel_cross_entropy(
     logits: Tensor,
