@@ -36,7 +36,7 @@ def test_every_rank_has_its_query_heads_and_the_kv_heads_that_they_read(a, k, t)
 def test_kv_heads_are_green_only_where_they_have_replicas():
     green = KINDS["replicated"].ground
     alone, shared = (heads_to_ranks(8, 2, (t,)).svg.count(green) for t in (2, 4))
-    assert (alone, shared) == (1, 1 + 4)  # the legend's, and the four ranks'
+    assert (alone, shared) == (0, 1 + 4)  # the legend's, and the four ranks'
 
 
 def test_what_cannot_be_drawn_is_refused():

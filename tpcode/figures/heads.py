@@ -29,7 +29,7 @@ def heads_to_ranks(heads: int, kv_heads: int, sizes: Sequence[int] = (1, 2, 4)) 
     with canvas(WIDTH, len(splits) * _PANEL + _FOOT) as (figure, axes):
         for number, split in enumerate(splits):
             _draw_panel(axes, number * _PANEL, split)
-        _draw_legend(axes, len(splits) * _PANEL + 2)
+        _draw_legend(axes, len(splits) * _PANEL + 2, any(split.replicas > 1 for split in splits))
         return render(figure, "heads", " ".join(map(describe, splits)))
 
 
@@ -75,9 +75,13 @@ def _draw_row(axes: Axes, left: float, top: float, across: float, name: str, num
         tile(axes, left + place * wide, top, wide - 1, _HIGH, kind, f"{name}{number}")
 
 
-def _draw_legend(axes: Axes, top: float) -> None:
+def _draw_legend(axes: Axes, top: float, replicas: bool) -> None:
+    _draw_key(axes, MARGIN, top, "sharded", "on this rank only")
+    if replicas:
+        _draw_key(axes, MARGIN + 150, top, "replicated", "the same on several ranks")
+
+
+def _draw_key(axes: Axes, left: float, top: float, kind: str, words: str) -> None:
     with lettering(SMALL):
-        tile(axes, MARGIN, top, 22, 13, "sharded", "kv")
-        tile(axes, MARGIN + 150, top, 22, 13, "replicated", "kv")
-    say(axes, MARGIN + 28, top + 7, "on this rank only", size=SMALL)
-    say(axes, MARGIN + 178, top + 7, "the same on several ranks", size=SMALL)
+        tile(axes, left, top, 22, 13, kind, "kv")
+    say(axes, left + 28, top + 7, words, size=SMALL)
