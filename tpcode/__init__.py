@@ -8,6 +8,7 @@ from importlib import import_module
 _HOMES = {
     "ModelConfig": "tpcode.config",
     "Layout": "tpcode.config",
+    "ParallelTransformer": "tpcode.model",
     "launch": "tpcode.runtime",
     "RankPool": "tpcode.runtime",
     "init_from_env": "tpcode.runtime",

@@ -566,7 +566,7 @@ def test_shards_of_a_fused_qkv_merge_to_the_whole_at_every_t(heads, kv_heads, si
     tensor = torch.arange(1.0, len(whole) + 1)
     for t in sizes:
         split = head_groups(heads, kv_heads, t)
-        placement = qkv_placement(split, 1)
+        placement = qkv_placement(heads, kv_heads, 1)
         shards = [placement.shard(tensor, rank, t) for rank in range(t)]
         for rank, shard in enumerate(shards):
             assert placement.shard_size(t) == len(shard) == split.heads_per_rank + 2 * split.kv_heads_per_rank
@@ -576,15 +576,17 @@ def test_shards_of_a_fused_qkv_merge_to_the_whole_at_every_t(heads, kv_heads, si
                 expected += [f"q{head}" for head in split.heads_of(rank) if head // per_group == group]
                 expected += [f"k{group}", f"v{group}"]
             assert held == expected
+        counted = [shard[placement.counted(rank, t)] for rank, shard in enumerate(shards)]
+        assert torch.cat(counted).sort().values.equal(tensor)  # each entry once, whatever its replicas
         tensor = placement.merge(shards)
         assert tensor.tolist() == list(range(1, len(whole) + 1))
 
 
 def test_a_whole_qkv_is_not_taken_for_a_shard_nor_a_shard_for_a_whole():
-    placement = qkv_placement(head_groups(8, 2, 4), 1)
+    placement = qkv_placement(8, 2, 1)
     with pytest.raises(ValueError, match=r"a whole over t = 4 must have 12 along dimension 0, and its shape is \[4\]"):
         placement.shard(torch.zeros(4), 0, 4)
-    with pytest.raises(ValueError, match=r"2 groups of 2 ranks have 4 shards: 3"):
+    with pytest.raises(ValueError, match=r"query heads = 8 and KV heads = 2 do not split over t = 3"):
         placement.merge([torch.zeros(4)] * 3)
     with pytest.raises(ValueError, match=r"rank must be below t = 4 and is 4"):
         placement.shard(torch.zeros(12), 4, 4)

@@ -37,6 +37,9 @@ def test_shards_merge_to_the_whole_at_every_t(placement, shape, sizes):
         assert placement.shard_size(t) == size
         assert all(size is None or shard.shape[placement.dim] == size for shard in shards)
         assert torch.equal(placement.merge(shards), distinct(*shape))
+        if placement.dim is not None:
+            numbers = [placement.rows(rank, t)[placement.counted(rank, t)] for rank in range(t)]
+            assert sorted(torch.cat(numbers).tolist()) == list(range(placement.true_size))  # each once, no padding
         for shard in shards:
             shard.zero_()  # a shard is a tensor of its own
         assert torch.equal(whole, distinct(*shape))

@@ -103,7 +103,7 @@ class ParallelAttention(nn.Module):
         rank, t = group_rank(group), group_size(group)
         heads = head_groups(dense.heads, dense.kv_heads, t)
         fused = _fused(_q_k_v(dense), dense.kv_heads)
-        placement = qkv_placement(heads, dense.head_dim)
+        placement = qkv_placement(dense.heads, dense.kv_heads, dense.head_dim)
         shards = {name: placement.shard(p.detach(), rank, t) for name, p in fused.named_parameters()}
         return cls(
             freeze_like(fused, ColumnParallelLinear(**shards, placement=placement, group=group)),
@@ -183,42 +183,57 @@ class ParallelAttention(nn.Module):
 
 @dataclass(frozen=True)
 class GroupedPlacement(Placement):
-    """A fused QKV of which each KV group is on several ranks: they share its queries and all hold its key and value.
+    """A fused QKV, which lies by KV groups, each with its queries, its key and its value.
 
-    The whole lies group by group, each with queries, key and value. `segments` are the true sizes of all queries, all
-    keys, all values; `replicas` is 1 for the first, and the number of ranks to a group for the others.
+    Where t divides k, each rank has whole groups. Where t is a multiple of k, t/k ranks have a group together: they
+    share its queries, and all hold its key and its value. `segments` are the sizes of all queries, keys and values.
 
     Attributes:
-        groups: k, fewer than ranks.
+        groups: k.
     """
 
     groups: int = 1
 
+    def shard_size(self, t: int, what: str = "the parameter's size") -> int:
+        ranks = self._ranks_to_a_group(t)
+        if ranks == 1:
+            return self._whole_groups.shard_size(t, what)
+        return self._within(ranks).shard_size(ranks, what)
+
     def shard(self, whole: Tensor, rank: int, t: int, what: str = "the parameter's size") -> Tensor:
         require_rank(rank, t)
         self._require_size(whole, self.true_size, f"a whole over t = {t}")
-        group, place = divmod(rank, self.replicas[1])
-        return self._within.shard(whole.chunk(self.groups, self.dim)[group], place, self.replicas[1], what)
+        ranks = self._ranks_to_a_group(t)
+        if ranks == 1:
+            return self._whole_groups.shard(whole, rank, t, what)
+        group, place = divmod(rank, ranks)
+        return self._within(ranks).shard(whole.chunk(self.groups, self.dim)[group], place, ranks, what)
 
     def merge(self, shards: Sequence[Tensor]) -> Tensor:
-        ranks = self.replicas[1]  # to a group
-        if len(shards) != self.groups * ranks:
-            raise ValueError(f"{self.groups} groups of {ranks} ranks have {self.groups * ranks} shards: {len(shards)}")
-        blocks = [self._within.merge(shards[i : i + ranks]) for i in range(0, len(shards), ranks)]
+        ranks = self._ranks_to_a_group(len(shards))
+        if ranks == 1:
+            return self._whole_groups.merge(shards)
+        blocks = [self._within(ranks).merge(shards[i : i + ranks]) for i in range(0, len(shards), ranks)]
         return torch.cat(blocks, self.dim)
 
+    def _ranks_to_a_group(self, t: int) -> int:
+        d = self.segments[1] // self.groups
+        return head_groups(self.segments[0] // d, self.groups, t).replicas
+
     @property
-    def _within(self) -> Placement:
-        """How the ranks of one group share it."""
-        return Placement(self.dim, tuple(size // self.groups for size in self.segments), self.replicas)
+    def _whole_groups(self) -> Placement:
+        """Plain pieces."""
+        return Placement(self.dim, (self.true_size,))
+
+    def _within(self, ranks: int) -> Placement:
+        """How so many ranks share one group."""
+        sizes = tuple(size // self.groups for size in self.segments)
+        return Placement(self.dim, sizes, (1, ranks, ranks))
 
 
-def qkv_placement(heads: HeadGroups, d: int) -> Placement:
-    """Of the fused weight and bias, [(a + 2k)·d, …] by KV groups."""
-    q, kv = heads.heads * d, heads.kv_heads * d
-    if heads.replicas == 1:
-        return Placement(0, (q + 2 * kv,))  # whole groups in plain pieces
-    return GroupedPlacement(0, (q, kv, kv), (1, heads.replicas, heads.replicas), groups=heads.kv_heads)
+def qkv_placement(heads: int, kv_heads: int, d: int) -> GroupedPlacement:
+    """Of the fused weight and bias, [(a + 2k)·d, …] by KV groups: the same declaration at every t."""
+    return GroupedPlacement(0, (heads * d, kv_heads * d, kv_heads * d), groups=kv_heads)
 
 
 def _q_k_v(dense: Attention | GPT2Attention) -> list[nn.Linear]:
@@ -241,9 +256,14 @@ def _fused(parts: list[nn.Linear], kv_heads: int) -> nn.Linear:
         raise ValueError("q_proj, k_proj and v_proj become one layer: give a bias to all or none, freeze all or none")
     tensors = {}
     for name, _ in parts[0].named_parameters():
-        by_group = [part.get_parameter(name).detach().unflatten(0, (kv_heads, -1)) for part in parts]
-        tensors[name] = torch.cat(by_group, 1).flatten(0, 1)  # [k, a/k·d + 2d, h] -> [(a + 2k)·d, h]
+        tensors[name] = by_kv_groups([part.get_parameter(name).detach() for part in parts], kv_heads)
     return freeze_like(parts[0], linear_of(**tensors))
+
+
+def by_kv_groups(parts: Sequence[Tensor], kv_heads: int) -> Tensor:
+    """Rows of Q, of K and of V, each by heads, as one matrix by KV groups."""
+    by_group = [part.unflatten(0, (kv_heads, -1)) for part in parts]
+    return torch.cat(by_group, 1).flatten(0, 1)  # [k, a/k·d + 2d, h] -> [(a + 2k)·d, h]
 
 
 def _parted(fused: nn.Linear, kv_heads: int, d: int) -> list[nn.Linear]:

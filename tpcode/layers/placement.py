@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +93,20 @@ class Placement:
             joined = torch.cat([parts[number] for parts in by_rank[::copies]], self.dim)
             wholes.append(joined.narrow(self.dim, 0, size))
         return torch.cat(wholes, self.dim)
+
+    def rows(self, rank: int, t: int) -> Tensor:
+        """The whole's index of each of the shard's entries along `dim`: [shard size], -1 for padding."""
+        numbers = torch.arange(1, self.true_size + 1)  # from 1, so that what `shard` adds can be told: it is 0
+        return replace(self, dim=0).shard(numbers, rank, t) - 1
+
+    def counted(self, rank: int, t: int) -> Tensor:
+        """Which of the shard's entries along `dim` this rank counts: bool, [shard size].
+
+        All ranks together then count every true entry once: padding nobody, what has replicas the first that has it.
+        """
+        own = self.rows(rank, t)
+        before = [self.rows(lower, t) for lower in range(rank)]
+        return (own >= 0) & ~torch.isin(own, torch.cat([own.new_empty(0), *before]))
 
     def _replicas(self) -> tuple[int, ...]:
         """One number for each segment."""

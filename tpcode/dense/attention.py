@@ -1,94 +1,15 @@
-"""The dense counterparts: plain PyTorch on one device. They are what "equals dense" means.
-
-Parameters have Hugging Face's names, and torch's shapes: a weight is [out, in], so that the columns of the paper's A
-are its rows. The dense counterpart of a split linear layer is `torch.nn.Linear`; of the vocabulary's layers,
-`torch.nn.Embedding`, `torch.nn.Linear` and `torch.nn.functional.cross_entropy`; of the norms, torch's own. (Hugging
-Face's GPT-2 alone keeps its weights as [in, out], in a module called Conv1D: transpose those of `c_attn`, `c_fc` and
-`c_proj` on the way in and out.)
-"""
+"""Attention of both families, what it remembers, and how positions turn it."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, scaled_dot_product_attention, silu
+from torch.nn.functional import scaled_dot_product_attention
 
+from tpcode.dense.dropout import Dropout
 from tpcode.shapes import head_groups, require_int
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    """GeLU in the form with tanh, as GPT-2 has it."""
-    return gelu(x, approximate="tanh")
-
-
-Activation = Callable[[Tensor], Tensor]
-ACTIVATIONS: dict[str, Activation] = {"gelu_tanh": gelu_tanh, "gelu": gelu, "relu": torch.relu, "silu": silu}
-
-
-class FFN(nn.Module):
-    """`Y = act(X c_fcᵀ + bias) c_projᵀ + bias`: [..., h] -> [..., F] -> [..., h], as in GPT-2.
-
-    Args:
-        h, F: hidden size and FFN width.
-        bias: whether both linear layers have one.
-        activation: a name in `ACTIVATIONS` ("gelu" is the exact one, with erf), or an elementwise function.
-        device, dtype: of the parameters.
-
-    Raises:
-        ValueError, TypeError: a size is no positive integer; no such activation.
-    """
-
-    def __init__(self, h: int, F: int, bias: bool = True, activation: str | Activation = "gelu_tanh", **factory):
-        super().__init__()
-        h, F = require_int(h, "hidden h"), require_int(F, "FFN width F")
-        self.c_fc = nn.Linear(h, F, bias=bias, **factory)
-        self.c_proj = nn.Linear(F, h, bias=bias, **factory)
-        self.activation = named_activation(activation)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(self.activation(self.c_fc(x)))
-
-
-class SwiGLU(nn.Module):
-    """`Y = (silu(X gate_projᵀ) ⊙ X up_projᵀ) down_projᵀ`: [..., h] -> [..., F] -> [..., h], as in Llama (Shazeer 2020).
-
-    Args:
-        h, F: hidden size and FFN width.
-        bias: whether the three linear layers have one.
-        device, dtype: of the parameters.
-
-    Raises:
-        ValueError, TypeError: a size is no positive integer.
-    """
-
-    def __init__(self, h: int, F: int, bias: bool = False, **factory):
-        super().__init__()
-        h, F = require_int(h, "hidden h"), require_int(F, "FFN width F")
-        self.gate_proj = nn.Linear(h, F, bias=bias, **factory)
-        self.up_proj = nn.Linear(h, F, bias=bias, **factory)
-        self.down_proj = nn.Linear(F, h, bias=bias, **factory)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-def named_activation(activation: str | Activation) -> Activation:
-    """The function of that name; a function is its own.
-
-    Raises:
-        ValueError: no such name; the message lists them.
-    """
-    if callable(activation):
-        return activation
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, or a function, and is {activation!r}")
-    return ACTIVATIONS[activation]
-
-
-# ---- attention ------------------------------------------------------------------------------------------------------
 
 
 class KVCache:
@@ -331,59 +252,3 @@ def _known_qk_norm(qk_norm: str | None) -> str | None:
     if qk_norm not in (None, "head", "all"):
         raise ValueError(f"qk_norm must be 'head', 'all' or None and is {qk_norm!r}")
     return qk_norm
-
-
-# ---- dropout --------------------------------------------------------------------------------------------------------
-
-
-class Dropout(nn.Module):
-    """Dropout whose mask depends on (seed, place, step) and on nothing else.
-
-    Not on what else has been drawn from torch's generators, and not on how often: a forward that is run again for
-    activation recomputation gets the same mask, and a split layer can draw it and take a slice.
-
-    Args:
-        p: probability of dropping, from 0 up to but not including 1.
-        place: a name that no other dropout of the model has.
-        seed: of the whole run.
-
-    Attributes:
-        step: number of the forward pass, counted by whoever trains, see `set_dropout_step`.
-
-    Raises:
-        ValueError, TypeError: no such probability; the seed is no integer, the place no string.
-    """
-
-    def __init__(self, p: float, place: str, seed: int = 0):
-        super().__init__()
-        if not 0 <= p < 1:
-            raise ValueError(f"dropout must be at least 0 and below 1, and is {p}")
-        if not isinstance(place, str):
-            raise TypeError(f"place must be a name and is {place!r}")
-        self.p, self.place, self.seed = p, place, require_int(seed, "seed", minimum=None)
-        self.step = 0
-
-    @property
-    def active(self) -> bool:
-        """Whether anything is dropped: in training, and where p is not 0."""
-        return self.training and self.p > 0
-
-    def keep(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Which entries stay: bool, of that shape."""
-        digest = hashlib.sha256(f"{self.seed}/{self.place}/{self.step}".encode()).digest()
-        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:4]))
-        return torch.rand(tuple(shape), generator=generator, device=device, dtype=torch.float32) >= self.p
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.keep(x.shape, x.device) / (1 - self.p) if self.active else x  # kept for backward: 1 byte each
-
-    def extra_repr(self) -> str:
-        return f"p={self.p}, place={self.place!r}, seed={self.seed}"
-
-
-def set_dropout_step(module: nn.Module, step: int) -> None:
-    """Number the forward pass that follows, for every `Dropout` in the module: one number for each microbatch."""
-    step = require_int(step, "step", minimum=0)
-    for part in module.modules():
-        if isinstance(part, Dropout):
-            part.step = step
