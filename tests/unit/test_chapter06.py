@@ -37,7 +37,7 @@ def test_a_cut_inside_the_head_gives_other_weights_in_every_way(page):
     assert right == [Fraction(2, 3), Fraction(1, 3)]
     assert own == [[Fraction(4, 5), Fraction(1, 5)], [Fraction(1, 3), Fraction(2, 3)]]
     assert all_differ(right, *own, mean, weights_of([sum(part) / 2 for part in parts]))
-    assert (own[0][0] > own[0][1]) != (own[1][0] > own[1][1])  # the text: the ranks are sure of opposite things
+    assert (own[0][0] > own[0][1]) != (own[1][0] > own[1][1])  # the text: rank 0 reads mostly token 0, rank 1 token 1
     assert all_differ(page["halves"], page["scores"], [sum(p * v[j] for p, v in zip(right, values)) for j in range(2)])
 
 
