@@ -7,6 +7,7 @@ Weights are random, hence distinct in every entry, biases and norms too.
 
 import copy
 import functools
+import warnings
 from itertools import product
 
 import pytest
@@ -15,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tpcode import ModelConfig, ParallelTransformer
-from tpcode.dense import MODELS, set_dropout_step
+from tpcode.comm import record
+from tpcode.dense import MODELS, KVCache, initial, set_dropout_step
 from tpcode.runtime import launch
 
 TOLERANCE = 1e-10
@@ -33,8 +35,8 @@ for family, again in product(("gpt2", "llama"), (False, True)):
 
 def config_of(family, heads="4 heads", tied=True, **kwargs):
     a, k, L, _ = HEADS[heads]
-    sizes = {"hidden": a * D, "ffn": F, "layers": L, "vocab": V, "max_seq": S + 2, **kwargs}
-    return ModelConfig(family=family, heads=a, kv_heads=k if family == "llama" else a, tied=tied, **sizes)
+    sizes = {"hidden": a * D, "ffn": F, "heads": a, "kv_heads": k if family == "llama" else a, "layers": L}
+    return ModelConfig(family=family, tied=tied, **{**sizes, "vocab": V, "max_seq": S + 2, **kwargs})
 
 
 def random_dense(config, bias=None, **options):
@@ -213,3 +215,239 @@ def test_a_transformer_on_ranks_equals_the_dense_one(name, t):
 def test_a_transformer_on_subgroups_equals_the_dense_one(name):
     """Rules out: anything by the world's ranks. Not vacuous: the two groups' problems differ."""
     assert_equal(answers(4, ((2, 0), (3, 1))), name, 4)
+
+
+# ---- what a step sends ----------------------------------------------------------------------------------------------
+
+
+def one_step(family, tied, recompute):
+    """The ledger of one step, what PyTorch's own counter saw, and every gradient."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    warnings.simplefilter("ignore")  # PyTorch's counter hooks modules whose input takes no gradient
+    torch.manual_seed(0)
+    config = config_of(family, tied=tied, kv_heads=4, layers=3)
+    model = ParallelTransformer(config, recompute=recompute)
+    ids, targets = torch.randint(V, (2, B, S))
+    with record() as ledger, CommDebugMode() as mode:
+        model.loss(ids, targets).backward()
+    events = [(event.phase, event.op, event.shape) for event in ledger.events]
+    witness, sent = mode.get_total_counts(), (ledger.payload_bytes(), ledger.wire_bytes())
+    return events, witness, sent, [parameter.grad for parameter in model.parameters()]
+
+
+def all_steps():
+    return {case: one_step(*case) for case in product(("gpt2", "llama"), (True, False), (False, True))}
+
+
+@pytest.mark.parametrize("t", [1, 2, 4])
+def test_a_step_sends_four_all_reduces_a_layer_and_six_with_recomputation(t):
+    """In order, by phase and shape; bytes; and the same number from a witness that is independent of the ledger. Tied
+    or not, the head's dX is one. Recomputation changes no gradient by a bit."""
+    L, stream, token = 3, (B, S, 4 * D), (B, S)
+    for steps in launch(all_steps, t):
+        for (family, tied, recompute), (events, witness, sent, gradients) in steps.items():
+            if t == 1:
+                assert events == [] and witness == 0
+                continue
+            forward = [("forward", stream)] * (1 + 2 * L) + [("forward", token)] * 3
+            backward = [("backward", stream)]  # the head's
+            for _ in range(L):
+                backward += [("recompute", stream)] * (2 if recompute else 0) + [("backward", stream)] * 2
+            expected = [(phase, "all_reduce", shape) for phase, shape in forward + backward]
+            assert events == expected, (family, tied, recompute)
+            assert len(events) == (6 if recompute else 4) * L + 2 + 3 == witness
+            payload = 4 * (((6 if recompute else 4) * L + 2) * B * S * 4 * D + 3 * B * S)  # float32
+            assert sent == (payload, payload * 2 * (t - 1) // t)
+            plain = steps[family, tied, False][3]
+            assert all(torch.equal(a, b) for a, b in zip(gradients, plain, strict=True))
+
+
+def stopped_early():
+    """How many all-reduces a recomputed layer sends, dropout on and off, if PyTorch may stop where it likes."""
+    import tpcode.model as module
+
+    counts = []
+    for p in (0.0, 0.1):
+        model = ParallelTransformer(config_of("gpt2", kv_heads=4, layers=1, dropout=p), recompute=True)
+        again = module.checkpoint
+        module.checkpoint = lambda *args, again=again, **kwargs: again(*args, **{**kwargs, "early_stop": True})
+        try:
+            with record() as ledger:
+                model.loss(*torch.randint(V, (2, B, S))).backward()
+        finally:
+            module.checkpoint = again
+        counts.append(ledger.count(phase="recompute"))
+    return counts
+
+
+def test_an_early_stop_would_skip_the_last_all_reduce():
+    """Why the model says early_stop=False: otherwise the FFN's sum is not computed again, which nothing in backward
+    needs, unless dropout follows it."""
+    assert launch(stopped_early, 2) == [[1, 2]] * 2
+
+
+# ---- initialisation -------------------------------------------------------------------------------------------------
+
+
+def initialised(seed, std):
+    """For both families: the merged weights, this rank's shards, how many parameters were made whole; and how many of
+    these lived at once."""
+    import weakref
+
+    import tpcode.model as module
+
+    made, alive = [], []
+
+    def counting(name, *args):
+        whole = initial(name, *args)
+        made.append(weakref.ref(whole))
+        alive.append(sum(ref() is not None for ref in made))
+        return whole
+
+    module.initial = counting
+    try:
+        found = {}
+        for family in ("gpt2", "llama"):
+            torch.rand(dist.get_rank() + 1)  # what else is drawn is of no concern
+            made.clear()
+            model = ParallelTransformer(config_of(family, tied=False), seed=seed, std=std)
+            wholes = {name: parameter.detach() for name, parameter in model.to_dense().named_parameters()}
+            own = {name: parameter.detach() for name, parameter in model.named_parameters()}
+            found[family] = wholes, own, len(made)
+        return found, max(alive)
+    finally:
+        module.initial = initial
+
+
+@pytest.mark.parametrize("std", [0.02, None])
+def test_initial_weights_do_not_depend_on_t(std):
+    """Rules out: another model for another t, and one shard on all ranks. Merged weights are the dense model's, bit by
+    bit; no two ranks hold the same share of what is cut. Not vacuous: another seed gives other weights."""
+    for family in ("gpt2", "llama"):
+        config = config_of(family, tied=False)
+        dense = {name: p.detach() for name, p in MODELS[family](config, seed=5, std=std).named_parameters()}
+        other = MODELS[family](config, seed=6, std=std)
+        for t in (1, 2, 4):
+            by_rank = [found[family] for found, _ in initialised_at(t, 5, std)]
+            for wholes, own_shards, made in by_rank:
+                assert wholes.keys() == dense.keys()
+                assert all(torch.equal(wholes[name], dense[name]) for name in dense)
+                assert made == len(dense)  # each once, on each rank
+                assert own_shards.keys() == own(dense, config, 0, t).keys()
+            for i, (_, mine, _) in enumerate(by_rank):
+                for j, (_, theirs, _) in enumerate(by_rank[:i]):
+                    same = {name for name in mine if torch.equal(mine[name], theirs[name])}
+                    whole_everywhere = {name for name in mine if mine[name].dim() == 1 or "positions" in name}
+                    assert same == whole_everywhere, (i, j)
+        assert not any(torch.equal(p, dense[name]) for name, p in other.named_parameters() if p.dim() == 2)
+
+
+initialised_at = functools.cache(lambda t, seed, std: launch(initialised, t, seed, std))
+
+
+def test_a_rank_makes_one_whole_parameter_at_a_time():
+    """The last one made and the one before it at most, of 21 and more: no rank needs the memory of the whole model."""
+    assert all(alive <= 2 for _, alive in initialised_at(4, 5, 0.02))
+
+
+def test_initial_weights_have_the_spread_of_the_whole_weight():
+    """Standard deviations of large matrices: 0.02, and 0.02/√(2L) where a block's output is; or by the fan-in of the
+    whole weight. Norms begin with 1, biases with 0."""
+
+    def spread(name, shape, std=0.02):
+        return initial(name, shape, layers=8, seed=0, std=std).std().item()
+
+    assert spread("transformer.h.0.mlp.c_fc.weight", (400, 100)) == pytest.approx(0.02, rel=0.02)
+    for name in ("transformer.h.0.attn.c_proj", "model.layers.3.self_attn.o_proj", "model.layers.3.mlp.down_proj"):
+        assert spread(f"{name}.weight", (100, 400)) == pytest.approx(0.02 / 4, rel=0.02)
+        assert spread(f"{name}.weight", (100, 400), std=None) == pytest.approx(400**-0.5 / 4, rel=0.02)
+    assert initial("transformer.h.0.ln_1.weight", (3,), 2).tolist() == [1, 1, 1]
+    assert initial("transformer.h.0.ln_1.bias", (3,), 2).tolist() == [0, 0, 0]
+
+
+# ---- token by token -------------------------------------------------------------------------------------------------
+
+
+def with_caches(family):
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    dense = random_dense(config_of(family))
+    split = ParallelTransformer.from_dense(dense)
+    ids = torch.randint(V, (B, S))
+    caches, dense_caches = ([KVCache() for _ in split.blocks] for _ in range(2))
+    with torch.no_grad():
+        parts = [(split(part, caches), dense(part, dense_caches)) for part in ids.split([3, 1, 2], 1)]
+        own_whole, whole = split(ids), dense(ids)
+    heads = {cache.keys.shape[1] for cache in caches}
+    return (
+        largest(torch.cat([a for a, _ in parts], 1), own_whole),
+        largest(torch.cat([b for _, b in parts], 1), whole),
+        heads,
+    )
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_cache_goes_on_where_the_last_call_ended(family):
+    """Positions too. Each rank keeps the heads that it has: of 4, or of 2, at t = 2."""
+    for split, dense, heads in launch(with_caches, 2, family):
+        assert split < TOLERANCE and dense < TOLERANCE
+        assert heads == {2 if family == "gpt2" else 1}
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------------
+
+REFUSALS = {
+    "ids must be [b, s] and their shape is [6]": lambda model: model(torch.zeros(6).long()),
+    "9 tokens are more than the model's context of 8": lambda model: model(torch.zeros(1, 9).long()),
+    "ids must be from 0 to 10, and these go from 0 to 11": lambda model: model(torch.tensor([[0, 11]])),
+    "ids must be from 0 to 10, and these go from -1 to 0": lambda model: model(torch.tensor([[0, -1]])),
+    "there must be one cache for each of 2 layers, and there are 1": (
+        lambda model: model(torch.zeros(1, 1).long(), [KVCache()])
+    ),
+    "ids must be a tensor and not a list": lambda model: model([[0]]),
+    "from_dense takes a GPT2 or Llama of tpcode.dense, and this is a Linear": (
+        lambda model: ParallelTransformer.from_dense(nn.Linear(2, 2))
+    ),
+    "query heads = 9 and KV heads = 3 do not split over t = 2": (
+        lambda model: ParallelTransformer(config_of("llama", "9 heads"))
+    ),
+    "GPT-2 has as many KV heads as query heads, of size h / a": (
+        lambda model: ParallelTransformer(config_of("gpt2", kv_heads=2))
+    ),
+    "GPT2 is of the family gpt2, and this config is of llama": lambda model: MODELS["gpt2"](config_of("llama")),
+}
+
+
+def refusals():
+    model, found = ParallelTransformer(config_of("llama")), {}
+    for words, call in REFUSALS.items():
+        with record() as ledger:
+            try:
+                call(model)
+                found[words] = "nothing was raised"
+            except (ValueError, TypeError) as error:
+                found[words] = str(error)
+        assert ledger.count() == 0
+    return found
+
+
+def test_bad_input_is_refused_on_every_rank_before_anything_is_sent():
+    for found in launch(refusals, 2):
+        assert found.keys() == REFUSALS.keys()
+        assert {words: said for words, said in found.items() if words not in said} == {}
+    (said,) = [text for words, text in found.items() if "9 and KV heads" in words]
+    assert said.endswith("t that work: 1, 3, 9")
+
+
+def frozen():
+    dense = MODELS["llama"](config_of("llama")).requires_grad_(False).eval()
+    dense.model.norm.weight.requires_grad_(True)
+    split = ParallelTransformer.from_dense(dense)
+    back = split.to_dense()
+    learning = [[name for name, p in module.named_parameters() if p.requires_grad] for module in (split, back)]
+    return learning, split.training, back.training
+
+
+def test_frozen_stays_frozen_and_evaluation_stays():
+    assert launch(frozen, 2) == [([["norm.weight"], ["model.norm.weight"]], False, False)] * 2

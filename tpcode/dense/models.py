@@ -55,7 +55,7 @@ class Decoder(nn.Module):
         super().__init__()
         if config.family != self.family:
             raise ValueError(
-                f"{type(self).__name__} is of the family {self.family}, and this config of {config.family}"
+                f"{type(self).__name__} is of the family {self.family}, and this config is of {config.family}"
             )
         self.config, self.core, self.seed = config, core, seed
         self.bias = config.bias if bias is None else bias
