@@ -20,10 +20,10 @@ BOTH = [event(), event(phase="backward", shape=(2, 3, 5), dtype=torch.float32)]
 MANY = [event("all_gather", shape=(4096, 4096), t=4), *[event("reduce_scatter", "backward", t=4)] * 4]
 
 PICTURES = {
-    "both ways": lambda: ranks_as_lanes([Ledger(BOTH)] * 2, ("Z·{r}, Y·{r}", "dY, dZ·{r}", "")),
+    "both ways": lambda: ranks_as_lanes([Ledger(BOTH)] * 2, ("Z_{r}, Y_{r}", "dY, dZ_{r}", "")),
     "no words": lambda: ranks_as_lanes([BOTH] * 2),
     "several staves": lambda: ranks_as_lanes([MANY] * 4, ["work with words"] * 6),
-    "silent": lambda: ranks_as_lanes([Ledger()] * 2, ["Y·{r}"]),
+    "silent": lambda: ranks_as_lanes([Ledger()] * 2, ["Y_{r}"]),
     "eight ranks": lambda: ranks_as_lanes([[event(t=8)]] * 8),
     "FFN": ffn_placements,
 }
@@ -65,8 +65,8 @@ def test_words_of_an_event_are_those_of_the_ledger():
 
 
 def test_each_rank_has_a_lane_and_its_own_words():
-    texts = drawn(ranks_as_lanes([Ledger(BOTH)] * 2, ("Y·{r}", "", "dX·{r}")))
-    assert [text for text in texts if "·" in text] == ["Y·0", "Y·1", "dX·0", "dX·1"]
+    texts = drawn(ranks_as_lanes([Ledger(BOTH)] * 2, ("Y_{r}", "", "dX_{r}")))
+    assert [text for text in texts if text[-1] in "₀₁"] == ["Y₀", "Y₁", "dX₀", "dX₁"]
     assert [text for text in texts if text.startswith("rank")] == ["rank 0", "rank 1"]
 
 

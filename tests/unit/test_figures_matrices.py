@@ -64,7 +64,7 @@ def test_a_cut_shows_the_whole_and_each_rank_its_part():
     assert texts[0] == "A  [2, 4]"
     values = [text for text in texts if re.fullmatch(r"−?\d+", text)]
     assert values == shown(A) + shown(A[:, :2]) + shown(A[:, 2:])
-    assert [text for text in texts if text in ("rank 0", "A·0", "rank 1", "A·1")] == ["rank 0", "A·0", "rank 1", "A·1"]
+    assert [text for text in texts if text in ("rank 0", "A₀", "rank 1", "A₁")] == ["rank 0", "A₀", "rank 1", "A₁"]
 
 
 def test_a_cut_by_rows_shows_rows():
@@ -113,15 +113,15 @@ def test_the_backward_of_a_column_split_is_the_row_product():
     assert texts[:3] == ["sharded", "sharded", "partial"]
     values = [text for text in texts if re.fullmatch(r"\d+", text)]
     assert values[6:8] == ["5", "2"] and values[14:16] == ["3", "4"] and values[16:] == ["8", "6"]
-    assert "all-reduce: dX·0 + dX·1" in texts and texts.count("+") == 1
+    assert "all-reduce: dX₀ + dX₁" in texts and texts.count("+") == 1
     assert "#d1242f" in picture.svg
 
 
 def test_the_words_have_the_numbers():
     alt = product([[3, 2, 1, 3]], A.T, 0, 2, ("dY", "Aᵀ", "dX")).alt
-    assert "Rank 0: [[3, 2]] times Aᵀ·0 = [[1, 0], [1, 1]] is [[5, 2]]." in alt
+    assert "Rank 0: [[3, 2]] times A₀ᵀ = [[1, 0], [1, 1]] is [[5, 2]]." in alt
     assert "every rank has [[8, 6]]" in alt
-    assert "rank 1 holds A·1 = [[3, 0], [1, 1]]" in cut(A).alt
+    assert "rank 1 holds A₁ = [[3, 0], [1, 1]]" in cut(A).alt
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------

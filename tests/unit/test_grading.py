@@ -124,10 +124,14 @@ def test_stub_in_reads_the_source():
     def raises():
         raise NotImplementedError("write me")
 
-    def filled(x=None):
-        return x
+    def set_to_dots():
+        total = ...  # noqa: F841
 
-    assert [stub_in(f) for f in (unfilled, dots, raises, filled, len)] == ["None", "...", "NotImplementedError", "", ""]
+    def filled(x=None):
+        return x[..., 0]
+
+    found = [stub_in(f) for f in (unfilled, dots, set_to_dots, raises, filled, len)]
+    assert found == ["None", "...", "...", "NotImplementedError", "", ""]
 
 
 def test_calls_in_reads_the_source():
@@ -248,4 +252,5 @@ def test_typed_answers_are_compared_without_ranks():
     known = looks_like({"dX": [9, 8]}, "A was not transposed.")
     assert refusal(compare_one, "dX", [9, 8], [8, 6], symptoms=[known]).endswith("A was not transposed.")
     assert refusal(compare_one, "dX", [None, 6], [8, 6]) == "replace None in dX."
+    assert refusal(compare_one, "dX", [9, 6], [8, 6], reveal=False) == "dX is not right at [0], where yours is 9."
     assert refusal(compare_one, "bytes", 3, 4, where="at h = 6").startswith("bytes at h = 6: largest difference 1")

@@ -261,6 +261,12 @@ def test_numbers_of_layers_pass(most_layers, capsys):
     )
 
 
+def test_every_slip_shows_in_other_numbers_than_every_other():
+    right = [ch01._most(*case) for case in ch01.CASES]
+    shown = {tuple(ch01._most(*case, **options) for case in ch01.CASES): text for options, text in ch01.SLIPS}
+    assert len(shown) == len(ch01.SLIPS) and tuple(right) not in shown
+
+
 @pytest.mark.parametrize(
     "most_layers, said",
     [
@@ -272,6 +278,11 @@ def test_numbers_of_layers_pass(most_layers, capsys):
         (stack(kept=lambda h, F: 0), "That is the state alone"),
         (stack(kept=lambda h, F: h + F), "H or Z is missing"),
         (stack(kept=lambda h, F: 2 * F), "X is missing"),
+        (stack(kept=lambda h, F: 2 * h + 2 * F), "Y is not kept"),
+        (stack(kept=lambda h, F: (h + 2 * F) / 2), "16 bits here: 2 bytes."),
+        (stack(kept=lambda h, F: 2 * (h + 2 * F)), "2 bytes, not 4"),
+        (stack(kept=lambda h, F: 8 * (h + 2 * F)), "16 bytes are for a parameter"),
+        (lambda tokens, h, F, card: stack()(tokens, h, F, card * 2**30 // 10**9), "card_bytes is in bytes already"),
         (
             lambda tokens, h, F, card: (card - 2 * tokens * (h + 2 * F)) // (32 * h * F),
             "the activations of one layer",

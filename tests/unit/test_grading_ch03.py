@@ -227,6 +227,7 @@ def test_layers_pass(copy, layer, capsys):
         (SumsForward, layer_with(SumsForward.apply), "x was summed over the ranks"),
         (Averages, layer_with(Averages.apply), "It is 1/2 of the right value"),
         (Twice, layer_with(Twice.apply), "backward made 2 calls on rank 0 at t = 2"),
+        (Copy, lambda x, weight_r, bias_r: Copy.apply(linear(x, weight_r, bias_r)), ch03.COPY_BEHIND),
         (Copy, reduces_weights, ch03.REDUCED_WEIGHT),
         (Copy, reduces_bias, ch03.REDUCED_WEIGHT),
         (Copy, adds_up_outputs, ch03.NOT_ADDED),

@@ -234,6 +234,22 @@ class WrongDimension(Own):
         self.fc = Layer(dense.c_fc.weight.chunk(t, 1)[r], dense.c_fc.bias)
 
 
+class WrongRows(Own):
+    def __init__(self, dense):
+        super().__init__(dense)
+        self.proj = Layer(dense.c_proj.weight.chunk(group_size(), 0)[group_rank()], dense.c_proj.bias)
+
+
+class BiasShared(Own):
+    def row(self, z):
+        return reduce_from_tp(linear(z, self.proj.weight)) + self.proj.bias / group_size()
+
+
+class ExactGelu(Own):
+    def forward(self, x):
+        return self.row(gelu(self.column(x)))
+
+
 class CollectivesOfTorch(Own):
     class F(torch.autograd.Function):
         @staticmethod
@@ -329,7 +345,10 @@ class HalfAStub(Own):
         (GWithASumBack, "dX on rank 0 at t = 2"),
         (GWithASumBack, "It is 2 times the right value: what every rank already held whole was summed"),
         (DWSummed, "d fc.weight on rank 0 at t = 2"),
-        (WrongDimension, "your code raised on rank"),
+        (WrongDimension, ch05.WRONG_CUT["fc.weight"]),
+        (WrongRows, ch05.WRONG_CUT["proj.weight"]),
+        (BiasShared, "Only 1/2 of the second layer's bias"),
+        (ExactGelu, ch05.OTHER_GELU),
         (CollectivesOfTorch, ch05.NOT_IN_LEDGER),
         (Wasteful, ch05.TOO_MUCH_BACKWARD),
         (OtherNames, "MyFFN has no fc.weight: call its layers fc and proj"),

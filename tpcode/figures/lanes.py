@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from tpcode.comm.ledger import Event, Ledger
-from tpcode.figures.marks import MARGIN, SMALL, WIDTH, arrow, line, require_ranks, say
+from tpcode.figures.marks import MARGIN, SMALL, WIDTH, arrow, line, of_rank, require_ranks, say
 from tpcode.figures.style import INK, RED, Picture, canvas, render, tile
 
 # ---- lanes ----------------------------------------------------------------------------------------------------------
@@ -21,7 +21,8 @@ def ranks_as_lanes(ledgers: Sequence[Ledger | Sequence[Event]], work: Sequence[s
     Args:
         ledgers: `[rank 0's, rank 1's, …]`: each rank's `Ledger`, or its events.
         work: what each rank does before the first collective, between two, and after the last; "{r}" becomes the
-            rank, and "" leaves a gap empty. As many as there are collectives and one more; none at all is allowed.
+            rank, "A_{r}" its A₀, A₁, …, and "" leaves a gap empty. As many as there are collectives and one more;
+            none at all is allowed.
 
     Raises:
         ValueError: the ranks have not called the same collectives in the same order, all of them in each; not as many
@@ -78,6 +79,11 @@ def _require_work(work: tuple[str, ...], collectives: int) -> tuple[str, ...]:
     return work
 
 
+def _for_rank(words: str, rank: int | str) -> str:
+    """The words with the rank in them, at the foot of a letter where "_{r}" stands."""
+    return words.replace("_{r}", of_rank("", rank)).replace("{r}", str(rank))
+
+
 @dataclass(frozen=True)
 class Span:
     """A stretch of time: a collective, by its number from 1, or local work in words (0)."""
@@ -91,7 +97,7 @@ def _spans(collectives: int, work: tuple[str, ...], t: int) -> list[Span]:
     """Work and collectives by turns, in the order of time."""
     spans = []
     for number, words in enumerate(work):
-        longest = len(words.replace("{r}", str(t - 1)))
+        longest = len(_for_rank(words, t - 1))
         spans.append(Span(max(_GAP, longest * _LETTER + 12) if words else _GAP, words))
         if number < collectives:
             spans.append(Span(_BAR, collective=number + 1))
@@ -115,7 +121,7 @@ def _lanes_in_words(events: list[Event], work: tuple[str, ...], t: int) -> str:
     sentences = [f"{t} ranks as lanes, time to the right; collectives of all ranks across them: {len(events)}."]
     for number, words in enumerate(work):
         if words:
-            sentences.append(f"Each rank alone: {words.replace('{r}', 'r')}.")
+            sentences.append(f"Each rank alone: {_for_rank(words, 'r')}.")
         if number < len(events):
             sentences.append(f"Collective {number + 1}: {in_words(events[number])}.")
     return " ".join(sentences)
@@ -148,7 +154,7 @@ def _draw_work(axes: Axes, x: float, lanes: list[float], span: Span) -> None:
         line(axes, (x + span.width - 3, y), (x + span.width, y), INK, 0.8)
         box = (x + 3, y - 9), span.width - 6, 18
         axes.add_patch(Rectangle(*box, facecolor="none", edgecolor=INK, lw=0.8))
-        say(axes, x + span.width / 2, y, span.words.replace("{r}", str(rank)), ha="center", size=8.5)
+        say(axes, x + span.width / 2, y, _for_rank(span.words, rank), ha="center", size=8.5)
 
 
 def _draw_collective(axes: Axes, x: float, lanes: list[float], span: Span) -> None:
@@ -180,7 +186,7 @@ class State:
     """A tensor on its way: what a rank holds of it.
 
     Attributes:
-        name: with "·r" where it is rank r's own.
+        name: with "ᵣ" where it is rank r's own.
         whole, local: shapes, in the book's letters.
         placement: "replicated", "sharded" or "partial".
     """
@@ -206,27 +212,27 @@ _BSH, _BSF, _SHARD = ("b", "s", "h"), ("b", "s", "F"), ("b", "s", "F/t")
 FFN_FORWARD = (
     State("X", _BSH, _BSH, "replicated"),
     State("X", _BSH, _BSH, "replicated"),
-    State("Z·r", _BSF, _SHARD, "sharded"),
-    State("Y·r", _BSH, _BSH, "partial"),
+    State("Zᵣ", _BSF, _SHARD, "sharded"),
+    State("Yᵣ", _BSH, _BSH, "partial"),
     State("Y", _BSH, _BSH, "replicated"),
 )
 FFN_BACKWARD = (
     State("dX", _BSH, _BSH, "replicated"),
-    State("dX·r", _BSH, _BSH, "partial"),
-    State("dZ·r", _BSF, _SHARD, "sharded"),
+    State("dXᵣ", _BSH, _BSH, "partial"),
+    State("dZᵣ", _BSF, _SHARD, "sharded"),
     State("dY", _BSH, _BSH, "replicated"),
     State("dY", _BSH, _BSH, "replicated"),
 )
 FFN_PASSAGES = (
     Passage("copy (f): identity", "copy (f): all-reduce", "backward"),
-    Passage("Z·r = GeLU(X A·r)", "dX·r = (dZ·r ⊙ GeLU′) A·rᵀ"),
-    Passage("Y·r = Z·r B·r", "dZ·r = dY B·rᵀ"),
+    Passage("Zᵣ = GeLU(X Aᵣ)", "dXᵣ = (dZᵣ ⊙ GeLU′) Aᵣᵀ"),
+    Passage("Yᵣ = Zᵣ Bᵣ", "dZᵣ = dY Bᵣᵀ"),
     Passage("reduce (g): all-reduce", "reduce (g): identity", "forward"),
 )
 
 
 def ffn_placements() -> Picture:
-    """The FFN split by columns, then rows: X → Z·r → Y·r → Y downwards, and the gradients back up beside it."""
+    """The FFN split by columns, then rows: X → Zᵣ → Yᵣ → Y downwards, and the gradients back up beside it."""
     height = _TOP + len(FFN_FORWARD) * _STATE + len(FFN_PASSAGES) * _PASSAGE + 8
     with canvas(WIDTH, height) as (figure, axes):
         for x, direction in zip(_COLUMNS, ("forward, down", "backward, up")):

@@ -21,6 +21,15 @@ def number(value) -> str:
     return f"{value:g}".replace("-", "−")
 
 
+def of_rank(name: str, rank: int | str) -> str:
+    """A shard's name as formulas have it: "A" of rank 0 is "A₀", "Aᵀ" is "A₀ᵀ", and of any rank, "r", "Aᵣ"."""
+    base = name.removesuffix("ᵀ")
+    return base + str(rank).translate(_SUBSCRIPTS) + name[len(base) :]
+
+
+_SUBSCRIPTS = str.maketrans("0123456789r", "₀₁₂₃₄₅₆₇₈₉ᵣ")
+
+
 def say(axes: Axes, x: float, y: float, words: str, **look) -> None:
     """Words in ink, from x on, around the height y."""
     axes.text(x, y, words, **{"color": INK, "va": "center_baseline", **look})

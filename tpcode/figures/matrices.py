@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from numpy import ndarray
 
 from tpcode import byhand
-from tpcode.figures.marks import MARGIN, SMALL, WIDTH, arrow, line, number, outline, require_ranks, say
+from tpcode.figures.marks import MARGIN, SMALL, WIDTH, arrow, line, number, of_rank, outline, require_ranks, say
 from tpcode.figures.style import INK, RED, Picture, canvas, render, tile
 
 _CUTS = {0: (byhand.split_rows, "rows"), 1: (byhand.split_columns, "columns")}
@@ -124,7 +124,7 @@ def _written(matrix: ndarray) -> str:
 
 
 def _cut_in_words(name: str, matrix: ndarray, parts: list[ndarray], dim: int) -> str:
-    held = "; ".join(f"rank {rank} holds {name}·{rank} = {_written(part)}" for rank, part in enumerate(parts))
+    held = "; ".join(f"rank {rank} holds {of_rank(name, rank)} = {_written(part)}" for rank, part in enumerate(parts))
     return f"The matrix {name} = {_written(matrix)}, cut by {_way(dim)[1]} over {len(parts)} ranks: {held}."
 
 
@@ -133,7 +133,7 @@ def _product_in_words(made: Product, names: tuple[str, str, str], dim: int) -> s
     given = f"{left} = {_written(made.left[0])} on every rank" if dim else f"{left} cut by columns to match"
     sentences = [f"{left} · {right} over {len(made.out)} ranks, {right} cut by {_way(dim)[1]}, {given}."]
     for rank, (x, a, y) in enumerate(zip(made.left, made.right, made.out)):
-        sentences.append(f"Rank {rank}: {_written(x)} times {right}·{rank} = {_written(a)} is {_written(y)}.")
+        sentences.append(f"Rank {rank}: {_written(x)} times {of_rank(right, rank)} = {_written(a)} is {_written(y)}.")
     if dim:
         sentences.append(f"Side by side the results are {out} = {_written(made.whole)}; nothing is sent.")
     else:
@@ -158,7 +158,7 @@ def _draw_columns(axes: Axes, name: str, labels: ndarray, t: int) -> None:
     for rank, part in enumerate(np.split(labels, t, axis=1)):
         across = part.shape[1] * _CELL
         say(axes, x + across / 2, y - _NAME - 8, f"rank {rank}", ha="center", size=SMALL)
-        _block(axes, x, y, f"{name}·{rank}", "sharded", part)
+        _block(axes, x, y, of_rank(name, rank), "sharded", part)
         x += across + _SIGN
 
 
@@ -170,7 +170,7 @@ def _draw_rows(axes: Axes, name: str, labels: ndarray, t: int) -> None:
     _draw_whole(axes, x, y, name, labels, t, 0)
     x += wide + 2 * _SIGN
     for rank, part in enumerate(np.split(labels, t, axis=0)):
-        _block(axes, x, y, f"{name}·{rank}", "sharded", part)
+        _block(axes, x, y, of_rank(name, rank), "sharded", part)
         say(axes, x + wide + 10, y + part.shape[0] * _HIGH / 2, f"rank {rank}", size=SMALL)
         y += part.shape[0] * _HIGH + 2 * _NAME
 
@@ -206,7 +206,7 @@ def _draw_lane(
     """rank's left × right = out, each from its left edge on and around the height `middle`."""
     held = (made.left[rank], made.right[rank], made.out[rank])
     for x, name, kind, matrix, sign in zip(lefts, names, made.kinds, held, ("", "×", "=")):
-        shown = name if kind == "replicated" else f"{name}·{rank}"
+        shown = name if kind == "replicated" else of_rank(name, rank)
         _block(axes, x, middle - matrix.shape[0] * _HIGH / 2, shown, kind, _values(matrix))
         say(axes, x - _SIGN / 2 - 0.5, middle, sign, ha="center", size=11)
 
@@ -216,7 +216,7 @@ def _draw_sum(axes: Axes, made: Product, name: str, x: float, lane: float) -> No
     t = len(made.out)
     for rank in range(1, t):
         say(axes, x, _TOP + rank * lane + 2, "+", ha="center", size=12, color=RED, weight="bold")
-    parts = " + ".join(f"{name}·{rank}" for rank in range(t))
+    parts = " + ".join(of_rank(name, rank) for rank in range(t))
     top = _TOP + t * lane
     arrow(axes, (x, top + 4), (x, top + 28))
     say(axes, x - 10, top + 16, f"all-reduce: {parts}", ha="right")

@@ -31,7 +31,12 @@ def stub_in(function: Callable) -> str:
         match node:
             case ast.Assign(value=ast.Constant(value=None)):
                 return "None"
-            case ast.Constant(value=value) if value is Ellipsis:
+            # alone on its line, given a name, or returned; x[..., 0] is no stub
+            case ast.Expr(value=ast.Constant(value=value)) if value is Ellipsis:
+                return "..."
+            case ast.Assign(value=ast.Constant(value=value)) | ast.Return(value=ast.Constant(value=value)) if (
+                value is Ellipsis
+            ):
                 return "..."
             case ast.Raise(exc=ast.Name(id="NotImplementedError") | ast.Call(func=ast.Name(id="NotImplementedError"))):
                 return "NotImplementedError"

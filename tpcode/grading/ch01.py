@@ -38,7 +38,7 @@ def ffn_gradients_by_hand(dA, dB, dX) -> str:
     for name, got in (("dB", dB), ("dA", dA), ("dX", dX)):
         if name != "dX":
             _refuse_one_gradient_per_token(name, got, right[name].shape)
-        compare_one(name, got, right[name], symptoms=symptoms)
+        compare_one(name, got, right[name], symptoms=symptoms, reveal=False)
     return "dA, dB and dX are autograd's, to the last integer."
 
 
@@ -227,38 +227,63 @@ CASES = ((0, CARD), (8192, CARD), (8192, NODE))
 @exercise("1.4")
 def layers_that_train(most_layers: Callable) -> str:
     """`most_layers(tokens, h, F, card_bytes)`: how many FFNs train, an integer; tokens = 0 is the state alone."""
-    for tokens, card in CASES:
-        got = number("most_layers", most_layers, (tokens, H, WIDTH, card))
+    answers = [number("most_layers", most_layers, (tokens, H, WIDTH, card)) for tokens, card in CASES]
+    for (tokens, card), got in zip(CASES, answers, strict=True):
         right = _most(tokens, card)
         if not abs(got - right) <= 1:  # also for nan
             what = f"the activations of {tokens} tokens" if tokens else "the state alone"
             text = f"with {what}, {right} layers fit in {card / 1e9:g} GB, and yours says {got:g}."
-            raise Wrong(f"{text}\n{_layers_hint(tokens, card, got)}".rstrip())
+            raise Wrong(f"{text}\n{_layers_hint(answers)}".rstrip())
     return f"{_most(0, CARD)} layers by their state alone, {_most(8192, CARD)} with the activations of 8192 tokens."
 
 
 def _most(
-    tokens: int, card: int, *, bytes_each: int = 16, kept: int = H + 2 * WIDTH, once: bool = False, matrices: int = 2
+    tokens: int,
+    card: int,
+    *,
+    bytes_each: int = 16,
+    kept: int = H + 2 * WIDTH,
+    width: int = 2,
+    once: bool = False,
+    matrices: int = 2,
 ) -> int:
-    """Layers that fit: state at `bytes_each` a parameter, `kept` 16-bit numbers a token, in every layer or `once`."""
-    state, activations = bytes_each * matrices * H * WIDTH, 2 * tokens * kept
+    """Layers that fit: state at `bytes_each` a parameter, `kept` numbers of `width` bytes a token, in every layer or
+    `once`."""
+    state, activations = bytes_each * matrices * H * WIDTH, width * tokens * kept
     return (card - activations) // state if once else card // (state + activations)
 
 
-def _layers_hint(tokens: int, card: int, got: float) -> str:
-    weights_only = "That is as many as have room for their weights. Training also keeps gradients, master weights and "
-    known = {
-        _most(0, card, bytes_each=2): f"{weights_only}Adam's averages: 16 bytes a parameter, not 2.",
-        _most(tokens, card, bytes_each=14): "The gradients are missing: 2 of the 16 bytes.",
-        _most(tokens, card, matrices=1): "That is one matrix a layer; an FFN has two.",
-        _most(tokens, card, bytes_each=32): "That is 16 times the bytes of the weights; it is 16 for each parameter.",
-    }
-    if tokens:
-        known |= {
-            _most(tokens, card, bytes_each=2): f"{weights_only}Adam's averages: 16 bytes a parameter, not 2.",
-            _most(0, card): "That is the state alone. Every layer also keeps X, H and Z until its backward.",
-            _most(tokens, card, once=True): "That is the activations of one layer. Every layer keeps its own.",
-            _most(tokens, card, kept=H + WIDTH): "H or Z is missing: GeLU's backward needs H, B's gradient needs Z.",
-            _most(tokens, card, kept=2 * WIDTH): "X is missing: A's gradient needs it.",
-        }
-    return next((text for value, text in known.items() if value <= got < value + 1), "")
+WEIGHTS_ONLY = (
+    "That is as many as have room for their weights. Training also keeps gradients, master weights and Adam's "
+    "averages: 16 bytes a parameter, not 2."
+)
+# Slips, as they show in all cases together: in one case alone two of them can give the same number of layers.
+SLIPS = (
+    ({"bytes_each": 2, "kept": 0}, WEIGHTS_ONLY),
+    ({"bytes_each": 2}, WEIGHTS_ONLY),
+    ({"bytes_each": 14}, "The gradients are missing: 2 of the 16 bytes."),
+    ({"matrices": 1}, "That is one matrix a layer; an FFN has two."),
+    ({"bytes_each": 32}, "That is 16 times the bytes of the weights; it is 16 for each parameter."),
+    ({"kept": 0}, "That is the state alone. Every layer also keeps X, H and Z until its backward."),
+    ({"once": True}, "That is the activations of one layer. Every layer keeps its own."),
+    ({"kept": H + WIDTH}, "H or Z is missing: GeLU's backward needs H, B's gradient needs Z."),
+    ({"kept": 2 * WIDTH}, "X is missing: A's gradient needs it."),
+    ({"kept": 2 * H + 2 * WIDTH}, "Y is not kept by this layer: none of its gradients needs it."),
+    ({"width": 1}, "An activation has 16 bits here: 2 bytes."),
+    ({"width": 4}, "An activation has 16 bits here: 2 bytes, not 4."),
+    ({"width": 16}, "16 bytes are for a parameter. An activation is one 16-bit number."),
+)
+
+
+def _layers_hint(answers: list[float]) -> str:
+    def fits(options: dict) -> bool:
+        wrong = [_most(*case, **options) for case in CASES]
+        return all(value <= got < value + 1 for value, got in zip(wrong, answers, strict=True))
+
+    def in_gib(got: float, case: tuple[int, int]) -> bool:
+        value = _most(case[0], round(case[1] * 2**30 / 1e9))
+        return value <= got < value + 1
+
+    if all(map(in_gib, answers, CASES)):
+        return "card_bytes is in bytes already: 80 GB are 80 · 10⁹."
+    return next((text for options, text in SLIPS if fits(options)), "")

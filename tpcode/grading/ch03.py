@@ -39,7 +39,7 @@ def column_split_by_hand(Y_0, Y_1, dA_0, dA_1, dX_0, dX_1, dX) -> str:
             got = _row(got)  # [[5, 2]] is [5, 2]
         if name == "dX":
             _refuse_side_by_side(got, right)
-        compare_one(name, got, want, symptoms=symptoms)
+        compare_one(name, got, want, symptoms=symptoms, reveal=False)
     return "both halves of Y, both dA_r as they stand, and [5, 2] + [3, 4] = [8, 6]."
 
 
@@ -121,6 +121,7 @@ def a_square_weight_is_cut_by_rows(my_part: Callable) -> str:
 HIDDEN, WIDTH, TOKENS = 6, 8, (2, 3)
 NOT_ADDED = "These are the ranks' Y_r added up. They are other columns of Y: side by side, never added."
 ONE_PART = "It is what this rank's columns say, and no more: copy's backward has to add the parts of all ranks."
+COPY_BEHIND = "dY_r was summed over the ranks: Copy stands behind the product. It belongs in front of it, on x."
 REDUCED_WEIGHT = (
     "It is the sum of the ranks' gradients. They are of different columns: each is complete where it stands."
 )
@@ -184,11 +185,13 @@ def _column_reference(t: int, x: Tensor, weight: Tensor, bias: Tensor, dy: Tenso
     if t == 1:
         return want, []
     summed = {name: sum(mine[name] for mine in want) for name in ("Y", "dW", "dbias")}
+    behind = [sum(dy.chunk(t, -1)) @ w_r for w_r in weight.chunk(t)]
     from_t_x = [linear(t * x, w_r, b_r) for w_r, b_r in zip(weight.chunk(t), bias.chunk(t), strict=True)]
     return want, [
         looks_like({"Y": summed["Y"]}, NOT_ADDED),
         looks_like({"Y": from_t_x}, "x was summed over the ranks, but it is the same on all of them.", per_rank=True),
         looks_like({"dX": dx_of}, ONE_PART, per_rank=True),
+        looks_like({"dX": behind}, COPY_BEHIND, per_rank=True),
         looks_like({"dW": summed["dW"], "dbias": summed["dbias"]}, REDUCED_WEIGHT),
     ]
 

@@ -41,7 +41,7 @@ def row_split_by_hand(Y_0, Y_1, Y, dZ_0, dZ_1) -> str:
         got = got[0] if isinstance(got, (list, tuple)) and len(got) == 1 else got  # [[4, -1]] is [4, -1]
         if name == "Y" and isinstance(got, (list, tuple)) and list(got) == [*right["Y_0"].tolist(), *right["Y_1"]]:
             raise Wrong(f"Y is {list(got)}.\n{BESIDE}")
-        compare_one(name, got, want, symptoms=symptoms)
+        compare_one(name, got, want, symptoms=symptoms, reveal=False)
     return "[4, -1] + [9, 2] = [13, 1] forward, and nothing to add backward."
 
 

@@ -134,6 +134,12 @@ NOT_IN_LEDGER = (
     "All values are right, and the ledger is empty: it sees the collectives of tpcode.comm only. Use copy_to_tp and "
     "reduce_from_tp, so that what you send can be counted."
 )
+BIAS_SHARED = "Only 1/{t} of the second layer's bias is in Y. It is added once, whole, after the sum."
+OTHER_GELU = 'That is the exact GeLU, with erf. The dense FFN has the form with tanh: gelu(h, approximate="tanh").'
+WRONG_CUT = {
+    "fc.weight": "A is cut by columns, and A's columns are the weight's rows: dimension 0.",
+    "proj.weight": "B is cut by rows, and B's rows are the weight's columns: dimension 1.",
+}
 TOO_MUCH_BACKWARD = "Backward needs one all-reduce, of dX. Weight gradients are whole where they stand."
 
 
@@ -171,6 +177,7 @@ def _run_ffn(MyFFN: type, t: int) -> list[dict]:
 def _ffn_job(MyFFN: type, dense: FFN, x: Tensor, dy: Tensor) -> dict:
     ffn = MyFFN(dense)
     parameters = {name: _part(ffn, name) for name in PARAMETERS}
+    _require_cuts(parameters)
     x = x.clone().requires_grad_()
     with record() as ledger:
         y = ffn(x)
@@ -188,6 +195,17 @@ def _part(ffn: nn.Module, name: str) -> Tensor:
     if not isinstance(part, Tensor):
         raise Wrong(f"MyFFN has no {name}: call its layers fc and proj, each with this rank's weight and bias.")
     return part
+
+
+def _require_cuts(parameters: dict[str, Tensor]) -> None:
+    """Before they meet in a product that does not fit: what torch says of that does not name the cut."""
+    t = group_size()
+    for name, shape, other in (("fc.weight", [_F // t, _H], 1), ("proj.weight", [_H, _F // t], 0)):
+        found = list(parameters[name].shape)
+        wrong = list(shape)
+        wrong[1 - other], wrong[other] = wrong[1 - other] * t, wrong[other] // t
+        if t > 1 and found in (wrong, wrong[::-1]):
+            raise Wrong(f"MyFFN's {name} is {found} at t = {t}, not {shape}.\n{WRONG_CUT[name]}")
 
 
 def _require_output(y, like: Tensor) -> None:
@@ -210,8 +228,10 @@ def _dense_ffn(t: int) -> tuple[list[dict], list]:
         {"Y": y, "dX": x.grad, "d fc.weight": w, "d fc.bias": b, "d proj.weight": p, "d proj.bias": proj.bias.grad}
         for w, b, p in by_rank
     ]
+    with torch.no_grad():
+        other_gelu = looks_like({"Y": proj(torch.nn.functional.gelu(fc(x)))}, OTHER_GELU)
     no_bias = looks_like({"Y": y - proj.bias}, NO_BIAS)
-    return want, [no_bias, *(_ffn_symptoms(dense, x, y, t) if t > 1 else [])]
+    return want, [no_bias, other_gelu, *(_ffn_symptoms(dense, x, y, t) if t > 1 else [])]
 
 
 @torch.no_grad()
@@ -236,6 +256,7 @@ def _ffn_symptoms(dense: FFN, x: Tensor, y: Tensor, t: int) -> list:
         own_summand,
         looks_like({"dX": dx_parts}, NO_COPY, per_rank=True),
         looks_like({"Y": y + (t - 1) * proj.bias}, BIAS_T_TIMES),
+        looks_like({"Y": y + (1 / t - 1) * proj.bias}, BIAS_SHARED.format(t=t)),
         looks_like({"Y": sum(products) + proj.bias}, SUMMED_Z),
         looks_like({"Y": [part + proj.bias for part in products]}, SUMMED_Z, per_rank=True),
     ]

@@ -56,7 +56,8 @@ def cross_entropy_by_hand(m, sum_0, sum_1, hit_0, hit_1, loss) -> str:
     typed = {"m": m, "sum_0": sum_0, "sum_1": sum_1, "hit_0": hit_0, "hit_1": hit_1, "loss": loss}
     right, symptoms = _by_hand()
     for name, want in right.items():
-        compare_one(name, typed[name], want, symptoms=symptoms, tolerance=ROUNDED if name == "loss" else 1e-9)
+        tolerance = ROUNDED if name == "loss" else 1e-9
+        compare_one(name, typed[name], want, symptoms=symptoms, tolerance=tolerance, reveal=False)
     return "1.25 + 0.625 in units of 2³, and log2 15 - 2 = 1.907 on both ranks."
 
 

@@ -82,10 +82,22 @@ def compare(
 
 
 def compare_one(
-    name: str, got, want, *, symptoms: Iterable[Symptom] = (), tolerance: float = TOLERANCE, where: str = ""
+    name: str,
+    got,
+    want,
+    *,
+    symptoms: Iterable[Symptom] = (),
+    tolerance: float = TOLERANCE,
+    where: str = "",
+    reveal: bool = True,
 ) -> None:
     """Raise Wrong unless a single answer, a tensor or (nested) numbers, equals `want`: for what is typed or needs no
-    ranks. `where` is added to the name in the message ("at h = 6")."""
+    ranks.
+
+    Args:
+        where: added to the name in the message ("at h = 6").
+        reveal: whether the message may show a right value; what is worked out on paper is not given away.
+    """
     if stub := blanks(got):
         raise Unfilled(f"replace {stub} in {name}.")
     mine, right = _tensor_or_wrong(name, got), as_tensor(want)
@@ -93,7 +105,7 @@ def compare_one(
     require_shape_and_kind(full_name, mine, right)
     if not _close(mine, right, tolerance):
         difference = Difference(name, 0, 1, mine, right, [mine], [right], tolerance)
-        raise Wrong(describe(full_name, difference, symptoms))
+        raise Wrong(describe(full_name, difference, symptoms, reveal))
 
 
 def require_shape_and_kind(where: str, got: Tensor, want: Tensor) -> None:
@@ -107,13 +119,15 @@ def require_shape_and_kind(where: str, got: Tensor, want: Tensor) -> None:
         raise Wrong(f"{where} holds {'nan' if got.isnan().any() else 'inf'}.")
 
 
-def describe(where: str, difference: Difference, symptoms: Iterable[Symptom] = ()) -> str:
-    """The message for a difference: where, how large, and what it looks like."""
+def describe(where: str, difference: Difference, symptoms: Iterable[Symptom] = (), reveal: bool = True) -> str:
+    """The message for a difference: where, how large (unless that is not to be revealed), and what it looks like."""
     gap = (difference.got.to(torch.float64) - difference.want.to(torch.float64)).abs()
     at = [int(i) for i in torch.unravel_index(gap.argmax(), gap.shape)] if gap.dim() else []
     yours, right = difference.got[tuple(at)].item(), difference.want[tuple(at)].item()
     place = f" at {at}" if at else ""
     text = f"{where}: largest difference {gap.max().item():.4g}{place} (yours {yours:.6g}, right {right:.6g})."
+    if not reveal:
+        text = f"{where} is not right{place}, where yours is {yours:.6g}."
     for symptom in (*symptoms, *GENERAL):
         if sentence := symptom(difference):
             return f"{text}\n{sentence}"
