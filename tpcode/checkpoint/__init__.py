@@ -1,0 +1,20 @@
+"""Weights in files: Hugging Face directories in and out, shards for any number of ranks, and the shipped SmolLM2."""
+
+from tpcode.checkpoint.files import CheckpointError
+from tpcode.checkpoint.shards import load, merge, open_checkpoint, reshard, save, shard
+from tpcode.checkpoint.smollm2 import SMOLLM2, smollm2_ffn, smollm2_ffn_input, smollm2_file, smollm2_tokens
+
+__all__ = [
+    "SMOLLM2",
+    "CheckpointError",
+    "load",
+    "merge",
+    "open_checkpoint",
+    "reshard",
+    "save",
+    "shard",
+    "smollm2_ffn",
+    "smollm2_ffn_input",
+    "smollm2_file",
+    "smollm2_tokens",
+]
