@@ -80,3 +80,13 @@ def test_a_ledger_closes_when_its_block_fails():
     from tpcode.comm import ledger as module
 
     assert module._open == []
+
+
+def test_a_maximum_is_told_from_a_sum():
+    total, largest = (Event("all_reduce", "forward", (0, 1), torch.float32, (4,), op) for op in ("sum", "max"))
+    ledger = Ledger([total, largest])
+    assert total != largest and ledger.count("all_reduce") == 2
+    assert [line.split()[1:3] for line in ledger.table().splitlines()[1:3]] == [
+        ["all_reduce", "0,1"],
+        ["all_reduce", "max"],
+    ]

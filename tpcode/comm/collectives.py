@@ -135,7 +135,7 @@ def _all_reduce(x: Tensor, op: str, group: ProcessGroup | None, async_op: bool) 
         raise TypeError(f"all_reduce: the average of {x.dtype} is no {x.dtype}; convert x to floating point, or sum")
     if group_size(group) == 1:
         return x, _Done()
-    _note("all_reduce", x, x.shape, group)
+    _note("all_reduce", x, x.shape, group, op)
     out = _copy(x)
     work = dist.all_reduce(out, getattr(dist.ReduceOp, REDUCE_OPS[op]), group=group, async_op=async_op)
     return out, work
@@ -153,8 +153,8 @@ def _initialised(group: ProcessGroup | None) -> bool:
     return True
 
 
-def _note(op: str, x: Tensor, shape, group: ProcessGroup | None) -> None:
-    note(op, x.dtype, shape, dist.get_process_group_ranks(group))
+def _note(op: str, x: Tensor, shape, group: ProcessGroup | None, reduce_op: str = "sum") -> None:
+    note(op, x.dtype, shape, dist.get_process_group_ranks(group), reduce_op)
 
 
 def require_tensor(x: Tensor, what: str) -> None:

@@ -41,6 +41,7 @@ class Event:
         phase: "forward", "backward" or "recompute" (a forward that activation checkpointing runs again).
         group: the ranks that took part, by their numbers in the world.
         dtype, shape: of the whole tensor: what an all-gather returns and what a reduce-scatter takes.
+        reduce_op: "sum", "avg", "max" or "min" of an all-reduce.
     """
 
     op: str
@@ -48,6 +49,12 @@ class Event:
     group: tuple[int, ...]
     dtype: torch.dtype
     shape: tuple[int, ...]
+    reduce_op: str = "sum"
+
+    @property
+    def call(self) -> str:
+        """The op, with what it reduces by where that is not the sum: "all_reduce max"."""
+        return self.op if self.reduce_op == "sum" else f"{self.op} {self.reduce_op}"
 
     @property
     def payload_bytes(self) -> int:
@@ -118,10 +125,10 @@ def record() -> Iterator[Ledger]:
             _open.remove(ledger)
 
 
-def note(op: str, dtype: torch.dtype, shape: Iterable[int], group: Iterable[int]) -> None:
+def note(op: str, dtype: torch.dtype, shape: Iterable[int], group: Iterable[int], reduce_op: str = "sum") -> None:
     """Enter a collective in every open ledger; `collectives` calls it before each one."""
     if _open:
-        event = Event(op, current_phase(), tuple(group), dtype, tuple(shape))
+        event = Event(op, current_phase(), tuple(group), dtype, tuple(shape), reduce_op)
         for ledger in tuple(_open):
             ledger.events.append(event)
 
@@ -148,7 +155,7 @@ def _row(event: Event, calls: int) -> tuple[str, ...]:
     ranks = ",".join(map(str, event.group))
     shape, dtype = str(list(event.shape)), str(event.dtype).removeprefix("torch.")
     numbers = _numbers(calls, calls * event.payload_bytes, calls * event.wire_bytes)
-    return (event.phase, event.op, ranks, shape, dtype, *numbers)
+    return (event.phase, event.call, ranks, shape, dtype, *numbers)
 
 
 def _numbers(calls: int, payload: int, wire: int | Fraction) -> tuple[str, str, str]:

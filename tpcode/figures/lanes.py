@@ -64,7 +64,7 @@ def same_events(ledgers: Sequence[Ledger | Sequence[Event]]) -> list[Event]:
 
 def in_words(event: Event) -> str:
     """An event in one line: "all-reduce, forward, [1, 2], 16 bytes of payload"."""
-    op = event.op.replace("_", "-")
+    op = event.call.replace("_", "-")
     return f"{op}, {event.phase}, {list(event.shape)}, {event.payload_bytes:,} bytes of payload"
 
 
