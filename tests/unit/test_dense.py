@@ -1,11 +1,25 @@
 """The dense modules against the same by hand, and against Hugging Face's names and values."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
 from tpcode import byhand
-from tpcode.dense import CORES, FFN, Attention, Dropout, GPT2Attention, KVCache, SwiGLU, rotate, set_dropout_step
+from tpcode.config import ModelConfig
+from tpcode.dense import (
+    CORES,
+    FFN,
+    MODELS,
+    Attention,
+    Dropout,
+    GPT2Attention,
+    KVCache,
+    SwiGLU,
+    rotate,
+    set_dropout_step,
+)
 
 H, F = 6, 12
 
@@ -234,3 +248,84 @@ def test_attention_drops_probabilities():
     dropped, whole, *others = outputs
     torch.testing.assert_close(others, [dropped, whole], rtol=0, atol=1e-12)
     assert (dropped - whole).abs().max() > 0.01
+
+
+# ---- whole models ---------------------------------------------------------------------------------------------------
+
+
+def config_of(family, **kwargs):
+    sizes = {"hidden": 8, "ffn": 10, "heads": 4, "kv_heads": 2 if family == "llama" else 4, "layers": 2, "max_seq": 6}
+    return ModelConfig(family=family, vocab=11, **{**sizes, **kwargs})
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", MODELS)
+def test_a_model_has_the_parameters_that_its_config_counts(family, tied):
+    config = config_of(family, tied=tied)
+    model = MODELS[family](config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == config.num_parameters
+    assert ("lm_head.weight" in dict(model.named_parameters())) is not tied
+    biases = {name for name, _ in model.named_parameters() if name.endswith("bias")}
+    assert bool(biases) is config.bias
+    other = {
+        name for name, _ in MODELS[family](config, bias=not config.bias).named_parameters() if name.endswith("bias")
+    }
+    assert bool(other) is not config.bias
+
+
+def test_making_a_model_draws_nothing_from_the_default_generator():
+    state = torch.get_rng_state()
+    one, two = (MODELS["gpt2"](config_of("gpt2"), seed=3) for _ in range(2))
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    assert all(p.is_meta for p in MODELS["gpt2"](config_of("gpt2"), device="meta").parameters())
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_models_loss_begins_near_that_of_guessing_and_falls(family):
+    """log V, since the first logits are nearly equal; then three steps on one batch."""
+    model = MODELS[family](config_of(family), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    ids, targets = torch.randint(11, (2, 2, 6), generator=generator)
+    losses = []
+    for _ in range(3):
+        loss = model.loss(ids, targets)
+        losses.append(loss.item())
+        loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+    assert losses[0] == pytest.approx(math.log(11), abs=0.02)
+    assert losses[2] < losses[1] < losses[0]
+
+
+def test_dropout_of_a_model_is_at_places_of_their_own():
+    """GPT-2 drops after the embedding, scores, and after each block; Llama scores alone. Rules out: one mask twice."""
+    for family, count in (("gpt2", 1 + 3 * 2), ("llama", 2)):
+        model = MODELS[family](config_of(family, dropout=0.2), seed=4)
+        active = [part for part in model.modules() if isinstance(part, Dropout) and part.active]
+        assert len({part.place for part in active}) == len(active) == count
+        assert all((part.p, part.seed) == (0.2, 4) for part in active)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: MODELS["gpt2"](config_of("llama")), "GPT2 is of the family gpt2, and this config is of llama"),
+        (lambda: MODELS["gpt2"](config_of("gpt2", kv_heads=2)), "GPT-2 has as many KV heads as query heads"),
+        (lambda: MODELS["gpt2"](config_of("gpt2", head_dim=4)), "of size h / a: heads = 4, kv_heads = 4, head_dim = 4"),
+        (
+            lambda: MODELS["llama"](config_of("llama"))(torch.zeros(1, 7).long()),
+            "7 tokens are more than the model's con",
+        ),
+        (
+            lambda: MODELS["llama"](config_of("llama"))(torch.zeros(3).long()),
+            "ids must be [b, s] and their shape is [3]",
+        ),
+    ],
+)
+def test_nonsense_in_models_is_refused(call, words):
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert words in str(caught.value)
