@@ -296,7 +296,7 @@ def test_a_models_loss_begins_near_that_of_guessing_and_falls(family):
             for parameter in model.parameters():
                 parameter -= 0.1 * parameter.grad
                 parameter.grad = None
-    assert losses[0] == pytest.approx(math.log(11), abs=0.02)
+    assert losses[0] == pytest.approx(math.log(11), abs=0.06)
     assert losses[2] < losses[1] < losses[0]
 
 
