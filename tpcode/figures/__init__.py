@@ -1,6 +1,7 @@
 """Pictures. Each is a function that returns a `Picture`, which a notebook shows and a test can read."""
 
 from tpcode.figures.collectives import before_after, ring
+from tpcode.figures.curves import loss_curves
 from tpcode.figures.heads import heads_to_ranks
 from tpcode.figures.lanes import ffn_placements, ranks_as_lanes
 from tpcode.figures.matrices import cut, product
@@ -14,6 +15,7 @@ __all__ = [
     "cut",
     "ffn_placements",
     "heads_to_ranks",
+    "loss_curves",
     "product",
     "ranks_as_lanes",
     "ring",
