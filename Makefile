@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check --quiet --con
 
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help book site lab check learn test lint gpu-check bench notebooks exercises constraints clean
+.PHONY: help book site lab check learn test lint peers gpu-check bench notebooks exercises constraints clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -55,12 +55,20 @@ learn: .venv/.dev  ## check the next open exercise whenever you save
 
 # ---- testing --------------------------------------------------------------------------------------------------------
 
-test: .venv/.dev lint site  ## everything that CI runs
+.venv/.peers: .venv/.dev
+	@echo "installing Megatron-core, which the tests compare with"
+	@$(PIP) --no-deps $$($(BIN)/python tools/extra.py peers)
+	@touch $@
+
+test: .venv/.peers lint site  ## everything that CI runs
 	@$(BIN)/python -m pytest
 
 lint: .venv/.dev  ## ruff
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet .
+
+peers: .venv/.peers  ## the tests that compare with Megatron-core, PyTorch's DTensor and transformers
+	@$(BIN)/python -m pytest tests/peers
 
 gpu-check: .venv/.dev  ## the tests that need GPUs, on those that are here; names what it skips
 	@$(BIN)/python -m pytest -m gpu
