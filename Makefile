@@ -73,8 +73,9 @@ peers: .venv/.peers  ## the tests that compare with Megatron-core, PyTorch's DTe
 gpu-check: .venv/.dev  ## the tests that need GPUs, on those that are here; names what it skips
 	@$(BIN)/python -m pytest -m gpu
 
-bench: .venv/.dev  ## measure ranks: start, warm calls, notes, beside mp.spawn and torchrun
+bench: .venv/.peers  ## measure how ranks start, and a step of an FFN beside Megatron-core's and DTensor's
 	@$(BIN)/python tools/bench_ranks.py
+	@$(BIN)/python tools/bench_layers.py
 
 # ---- writing --------------------------------------------------------------------------------------------------------
 
