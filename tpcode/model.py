@@ -131,6 +131,7 @@ class ParallelTransformer(nn.Module):
         recompute: keep only each block's input for backward, and run the block's forward again. PyTorch would stop
             that at the last tensor that backward needs, which is often before the FFN's all-reduce, and send one less
             for it; here all of the block runs, as in Megatron-LM and in the papers' counts, whatever the dropout.
+            Between a forward and its backward, leave `set_dropout_step` alone.
         vocab_multiple: fill each rank's vocabulary up to a multiple of this.
         bias, core, seed, std, dtype, device: as for `tpcode.dense.Decoder`; on "meta" it has no values.
 
