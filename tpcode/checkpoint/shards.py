@@ -9,6 +9,7 @@ Symbols: V vocabulary, t ranks, r a rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from re import fullmatch
 from shutil import rmtree
@@ -160,7 +161,7 @@ def save(model: ParallelTransformer, directory: str | Path) -> None:
 
     try:
         for step in (begin, write, publish):
-            _together(step, model.group)
+            _together(step, model.group, model.embedding.weight.device)
     except BaseException as error:
         if rank == 0 and not isinstance(error, FileExistsError):
             rmtree(partial, ignore_errors=True)
@@ -305,14 +306,14 @@ def _require_one_process() -> None:
         )
 
 
-def _together(step, group: ProcessGroup | None) -> None:
+def _together(step: Callable[[], None], group: ProcessGroup | None, device: torch.device) -> None:
     """Run step on every rank; raise on all of them if it fails on one. One all-gather of a byte from each."""
     error = None
     try:
         step()
     except Exception as raised:
         error = raised
-    failed = all_gather(torch.tensor([error is not None]), 0, group).nonzero().flatten().tolist()
+    failed = all_gather(torch.tensor([error is not None], device=device), 0, group).nonzero().flatten().tolist()
     if error is not None:
         raise error
     if failed:

@@ -56,14 +56,13 @@ class Source:
 
     def pieces(self, rank: int, t: int) -> list[Piece]:
         """What rank's shard consists of, besides padding. Replicas are named for each rank that holds them."""
-        rows = self._rows(rank, t)  # of the parts laid end to end
+        rows = self._rows(rank, t)  # of the parts laid end to end; cut where they jump, or go on in another part
         starts = [0, *accumulate(size for _, size in self.parts)][:-1]
         part = torch.bucketize(rows, torch.tensor(starts), right=True) - 1  # -1 is padding
         borders = ((rows.diff() != 1) | (part.diff() != 0)).nonzero().flatten() + 1
         pieces, at = [], 0
         for end in [*borders.tolist(), len(rows)]:
-            number = int(part[at]) if at < end else -1
-            if number >= 0:
+            if (number := int(part[at])) >= 0:
                 start = int(rows[at]) - starts[number]
                 pieces.append(Piece(self.parts[number][0], start, start + end - at, at))
             at = end
