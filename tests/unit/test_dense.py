@@ -329,3 +329,12 @@ def test_nonsense_in_models_is_refused(call, words):
     with pytest.raises(ValueError) as caught:
         call()
     assert words in str(caught.value)
+
+
+def test_angles_kept_from_inference_can_be_trained_with():
+    x = torch.randn(1, 2, 5, 4, dtype=torch.float64)
+    with torch.inference_mode():
+        turned = rotate(x, first=123, theta=777.0)
+    again = rotate(x.clone().requires_grad_(), first=123, theta=777.0)
+    again.sum().backward()
+    assert torch.equal(turned, again.detach())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -62,12 +63,19 @@ def rotate(x: Tensor, first: int, theta: float) -> Tensor:
     Angles are computed in float32 whatever x is, as in Hugging Face: they are part of what a model was trained with.
     """
     s, d = x.shape[-2:]
-    frequency = 1.0 / theta ** (torch.arange(0, d, 2, dtype=torch.float32, device=x.device) / d)  # [d/2]
-    position = torch.arange(first, first + s, dtype=torch.float32, device=x.device)
-    angle = torch.outer(position, frequency)  # [s, d/2]
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    cos, sin = _turns(first, s, d, theta, x.dtype, x.device)
     left, right = x.chunk(2, -1)  # [..., s, d] -> twice [..., s, d/2]
     return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+
+
+@lru_cache(maxsize=8)  # every layer turns by the same angles, and Q as K
+@torch.inference_mode(False)  # what is kept may next be used in training
+def _turns(first: int, s: int, d: int, theta: float, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the angles of s positions, from `first` on: [s, d/2] each."""
+    frequency = 1.0 / theta ** (torch.arange(0, d, 2, dtype=torch.float32, device=device) / d)  # [d/2]
+    position = torch.arange(first, first + s, dtype=torch.float32, device=device)
+    angle = torch.outer(position, frequency)  # [s, d/2]
+    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 def explicit_attention(q: Tensor, k: Tensor, v: Tensor, dropout: Callable[[Tensor], Tensor] | None = None) -> Tensor:
