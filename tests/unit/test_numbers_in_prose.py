@@ -32,6 +32,12 @@ GIVEN = {
     "03_column_split": {"2.13": "a version"},
     "05_ffn_column_then_row": {"1.5": "2(t - 1)/t at t = 4: chapter 2's cell", "1776": "a year"},
     "06_attention_heads": {"0.16": "a version"},
+    "08_a_whole_transformer": {
+        "0.16": "a version",
+        "1776": "a year",
+        "19.6": "measured in K22, table 4",
+        "19.0": "measured in K22, table 4",
+    },
     "07_vocabulary_and_loss": {"0.16": "a version", "128": "Megatron-LM's default, cited"},
 }
 
