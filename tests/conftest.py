@@ -10,6 +10,7 @@ from tpcode import RankPool
 
 # A shell starts what runs in the background with SIGINT ignored, and so would the programs be that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup ignores this one
 
 
 @pytest.fixture(scope="session")
