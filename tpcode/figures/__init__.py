@@ -6,6 +6,7 @@ from tpcode.figures.heads import heads_to_ranks
 from tpcode.figures.lanes import ffn_placements, ranks_as_lanes
 from tpcode.figures.matrices import cut, product
 from tpcode.figures.splits import three_splits
+from tpcode.figures.stacked import stacked_bars
 from tpcode.figures.state import state_bars
 from tpcode.figures.style import Picture
 
@@ -19,6 +20,7 @@ __all__ = [
     "product",
     "ranks_as_lanes",
     "ring",
+    "stacked_bars",
     "state_bars",
     "three_splits",
 ]
