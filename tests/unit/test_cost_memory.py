@@ -201,7 +201,12 @@ def measured_on_a_rank(cases, b, s, **options):
 
 
 def test_meter_and_formula_agree_to_the_byte_on_two_ranks(pool2):
-    cases = [(config, core, dtype) for config, core in CASES for dtype in (torch.bfloat16, torch.float32)]
+    one_head = replace(small("gpt2", dropout=0.1), heads=2, kv_heads=2, head_dim=24)
+    cases = [
+        (config, core, dtype)
+        for config, core in [*CASES, (one_head, "explicit")]
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
     for found in pool2.run(measured_on_a_rank, cases, B, S):
         for (config, core, dtype), got in zip(cases, found, strict=True):
             options = {"core": core, "width": dtype.itemsize}

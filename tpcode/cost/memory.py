@@ -232,10 +232,11 @@ def pytorch_extras(
     """What a layer of `tpcode` keeps on the CPU beyond `kept_tensors`, by reason, in bytes (torch 2.13).
 
     LayerNorm keeps statistics, RMSNorm works in fp32 and keeps its input and its normed input so. silu(gate) · up is
-    two operations, and keeps one product more. Masking scores keeps the mask. `scaled_dot_product_attention` keeps a
-    logarithm for each row of scores; in a Llama also its output by heads, which is then copied by tokens. Rotary
-    positions keep their table, once for all layers, and make Q and K anew; where V is a view of the product that these
-    came from, it keeps that product.
+    two operations, and keeps one product more. Masking scores keeps the mask. With a single head on a rank K needs no
+    copy, and as a view it keeps all of Q, K and V, of which Q and V are kept as copies too. SDPA keeps a logarithm for
+    each row of scores; in a Llama also its output by heads, which is then copied by tokens. Rotary positions keep their
+    table, once for all layers, and make Q and K anew; where V is a view of the product that these came from, it keeps
+    that product.
 
     Args:
         fused: Q, K and V come from one product, as in `ParallelAttention`; `tpcode.dense.Attention` has three.
@@ -254,6 +255,8 @@ def pytorch_extras(
         }
     if core == "explicit":
         extras["causal mask"] = s * s
+        if config.family == "gpt2" and a == 1:
+            extras["Q and V beside K, which is a view of their product"] = 2 * width * n * d
     else:
         extras["a logarithm for each row of scores"] = 4 * b * a * s
         if config.family == "llama":  # turned queries lie by heads, and so does what comes of them
