@@ -59,6 +59,13 @@ def every_collective(dtype, layout):
         calls[f"gather {dim}"] = (lambda dim=dim: comm.all_gather(mine, dim), torch.cat(wholes, dim))
         own = total.chunk(t, dim)[rank]
         calls[f"reduce-scatter {dim}"] = (lambda dim=dim: comm.reduce_scatter(mine, dim), own)
+    for dim in (0, 1):
+        calls[f"gather {dim}, async"] = (
+            lambda dim=dim: waited(*comm.all_gather_async(mine, dim)),
+            torch.cat(wholes, dim),
+        )
+        own = total.chunk(t, dim)[rank]
+        calls[f"reduce-scatter {dim}, async"] = (lambda dim=dim: waited(*comm.reduce_scatter_async(mine, dim)), own)
     for name, (call, expected) in calls.items():
         out = call()
         aliased = t > 1 and out.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr()
@@ -79,7 +86,7 @@ def test_every_collective_along_every_dimension(t, layout):
     """Rules out: strides ignored, a gather along the wrong dimension, an in-place call's None passed on, an input
     overwritten. Not vacuous: at t > 1 no rank holds the expected value before the call."""
     for found in launch(every_collective, t, torch.float64, layout):
-        assert len(found) == 18
+        assert len(found) == 22
         assert [name for name, right, untouched in found if not (right and untouched)] == []
 
 
@@ -170,6 +177,8 @@ def refusals():
         lambda: comm.all_reduce(x.long(), "avg"),
         lambda: comm.all_reduce([1.0]),
         lambda: comm.all_reduce_async(None),
+        lambda: comm.all_gather_async(x, 2),
+        lambda: comm.reduce_scatter_async(x, 0),
         lambda: comm.broadcast(x, 2),
         lambda: comm.broadcast(x, -1),
         lambda: comm.broadcast(3, 0),
@@ -204,6 +213,8 @@ def test_bad_calls_are_refused_before_anything_is_sent():
         "TypeError: all_reduce: the average of torch.int64 is no torch.int64; convert x to floating point, or sum",
         "TypeError: all_reduce: x must be a tensor and is list",
         "TypeError: all_reduce: x must be a tensor and is NoneType",
+        "ValueError: all_gather: dimension 2 of the shape [3, 4] does not exist",
+        "ValueError: reduce_scatter: dimension 0 of the shape [3, 4] = 3 does not divide by t = 2; t that work: 1, 3",
         "ValueError: broadcast: src = 2 counts within the group, whose ranks are 0 to 1",
         "ValueError: broadcast: src must be at least 0 and is -1",
         "TypeError: broadcast: x must be a tensor and is int",

@@ -19,6 +19,7 @@ from tpcode import ModelConfig, ParallelTransformer
 from tpcode.comm import record
 from tpcode.dense import MODELS, KVCache, initial, set_dropout_step
 from tpcode.runtime import launch
+from tpcode.training import finalize_grads
 
 TOLERANCE = 1e-10
 B, S, V, F, D = 2, 6, 11, 10, 2  # t = 2, 3, 4 and 9 divide neither V nor, most of them, F
@@ -51,7 +52,7 @@ def random_dense(config, bias=None, **options):
 
 
 def share(whole, dim, rank, t):
-    """A plain chunk, zeros added where t does not divide."""
+    """A plain chunk, zeros added at the end where t does not divide."""
     missing = list(whole.shape)
     missing[dim] = -whole.shape[dim] % t
     return torch.cat([whole, whole.new_zeros(missing)], dim).chunk(t, dim)[rank]
@@ -127,8 +128,8 @@ def own_of_llamas_block(inside, config, rank, t):
 # ---- dense against split --------------------------------------------------------------------------------------------
 
 
-def compare_all(names, members=None):
-    """`compare` for every case: one job, since each costs a group of its own otherwise."""
+def compare_all(cases, members=None):
+    """`compare` for every case, by name: one job, since each costs a group of its own otherwise."""
     group = None
     if members:
         groups = [dist.new_group(ranks) for ranks in members]
@@ -136,19 +137,22 @@ def compare_all(names, members=None):
         group = groups[number]
         torch.manual_seed(number)  # each group has a problem of its own
     torch.set_default_dtype(torch.float64)
-    return {name: compare(*CASES[name], group) for name in names}
+    return {name: compare(*case, group) for name, case in cases.items()}
 
 
 def compare(family, heads, tied, bias, options, group):
     """Largest differences to dense, by name, on this rank, over three steps of SGD, and the numbers of parameters."""
     t, rank = dist.get_world_size(group), dist.get_rank(group)
-    config = config_of(family, heads, tied, dropout=options.get("dropout", 0.0))
+    options = dict(options)
+    s = options.pop("s", S)
+    sizes = {"dropout": options.pop("dropout", 0.0), "max_seq": options.pop("max_seq", s + 2)}
+    config = config_of(family, heads, tied, **sizes)
     dense = random_dense(config, bias)
-    split = ParallelTransformer.from_dense(copy.deepcopy(dense), group, recompute=options.get("recompute", False))
+    split = ParallelTransformer.from_dense(copy.deepcopy(dense), group, **options)
     logits, differences = [], {}
-    split.head.register_forward_hook(lambda module, args, output: logits.append(output))
+    split.register_forward_hook(lambda module, args, output: logits.append(output))
     for step in range(3):
-        ids, targets = torch.randint(V, (2, B, S))
+        ids, targets = torch.randint(V, (2, B, s))
         targets[0, 0] = -100
         for model in (dense, split):
             set_dropout_step(model, step)
@@ -159,6 +163,7 @@ def compare(family, heads, tied, bias, options, group):
         differences[f"loss {step}"] = largest(loss, wanted)
         wanted.backward()
         loss.backward()
+        finalize_grads(split)
         shares = own({name: p.grad for name, p in dense.named_parameters()}, config, rank, t)
         assert shares.keys() == dict(split.named_parameters()).keys()
         for name, parameter in split.named_parameters():
@@ -188,8 +193,8 @@ def largest(ours, theirs):
     return (ours - theirs).abs().max().item()
 
 
-def cases_at(t):
-    return tuple(name for name, (_, heads, *_) in CASES.items() if t in HEADS[heads][-1])
+def cases_at(t, cases=CASES):
+    return {name: case for name, case in cases.items() if t in HEADS[case[1]][-1]}
 
 
 answers = functools.cache(lambda t, members=None: launch(compare_all, t, cases_at(2 if members else t), members))

@@ -2,14 +2,17 @@
 
 from tpcode.comm.collectives import (
     all_gather,
+    all_gather_async,
     all_reduce,
     all_reduce_async,
     broadcast,
     group_rank,
     group_size,
     reduce_scatter,
+    reduce_scatter_async,
 )
 from tpcode.comm.conjugates import (
+    SEQUENCE,
     copy_to_tp,
     gather_from_tp,
     gather_sequence,
@@ -21,9 +24,11 @@ from tpcode.comm.conjugates import (
 from tpcode.comm.ledger import Event, Ledger, record
 
 __all__ = [
+    "SEQUENCE",
     "Event",
     "Ledger",
     "all_gather",
+    "all_gather_async",
     "all_reduce",
     "all_reduce_async",
     "broadcast",
@@ -35,6 +40,7 @@ __all__ = [
     "record",
     "reduce_from_tp",
     "reduce_scatter",
+    "reduce_scatter_async",
     "reduce_scatter_sequence",
     "scatter_sequence",
     "scatter_to_tp",

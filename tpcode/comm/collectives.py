@@ -35,6 +35,19 @@ class _Done:
         return None
 
 
+class _Gathered:
+    """The handle of an all-gather: what came, rank after rank, still has to go where it belongs."""
+
+    def __init__(self, work: Handle | None, stacked: Tensor, slices: Tensor):
+        self.work, self.stacked, self.slices = work, stacked, slices
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+        if self.stacked is not self.slices:
+            self.slices.copy_(self.stacked)
+
+
 def group_size(group: ProcessGroup | None = None) -> int:
     """t, the number of ranks in the group.
 
@@ -73,16 +86,14 @@ def all_gather(x: Tensor, dim: int, group: ProcessGroup | None = None) -> Tensor
         ValueError: x has no such dimension, or requires a gradient; this rank is not in the group.
         TypeError: x is no tensor.
     """
-    dim, t = require_dim(x, dim, "all_gather"), group_size(group)
-    _require_no_gradient(x, "all_gather", "gather_from_tp or gather_sequence")
-    if t == 1:
-        return x
-    shape = list(x.shape)
-    shape[dim] *= t
-    _note("all_gather", x, shape, group)
-    stacked = x.new_empty((t * x.shape[0], *x.shape[1:]))  # ranks follow each other along dimension 0
-    dist.all_gather_single(stacked, _contiguous(x), group=group)
-    return stacked if dim == 0 else torch.cat(stacked.view(t, *x.shape).unbind(), dim)
+    out, gathered = _all_gather(x, dim, group, async_op=False)
+    gathered.wait()
+    return out
+
+
+def all_gather_async(x: Tensor, dim: int, group: ProcessGroup | None = None) -> tuple[Tensor, Handle]:
+    """The same, under way: the result may be read after `handle.wait()`. Raises as `all_gather`."""
+    return _all_gather(x, dim, group, async_op=True)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup | None = None) -> Tensor:
@@ -92,16 +103,13 @@ def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup | None = None) -> Te
         ValueError: t does not divide n; x has no such dimension, or requires a gradient; this rank is not in the group.
         TypeError: x is no tensor.
     """
-    dim, t = require_dim(x, dim, "reduce_scatter"), group_size(group)
-    _require_no_gradient(x, "reduce_scatter", "reduce_scatter_sequence")
-    share = divide(x.shape[dim], t, f"reduce_scatter: dimension {dim} of the shape {list(x.shape)}")
-    if t == 1:
-        return x
-    _note("reduce_scatter", x, x.shape, group)
-    slices = _contiguous(x.unflatten(dim, (t, share)).movedim(dim, 0))  # [..., n, ...] -> [t, ..., n/t, ...]
-    out = slices.new_empty(slices.shape[1:])
-    dist.reduce_scatter_single(out, slices.flatten(0, 1), group=group)
+    out, _ = _reduce_scatter(x, dim, group, async_op=False)
     return out
+
+
+def reduce_scatter_async(x: Tensor, dim: int, group: ProcessGroup | None = None) -> tuple[Tensor, Handle]:
+    """The same, under way: the result may be read after `handle.wait()`. Raises as `reduce_scatter`."""
+    return _reduce_scatter(x, dim, group, async_op=True)
 
 
 def broadcast(x: Tensor, src: int, group: ProcessGroup | None = None) -> Tensor:
@@ -138,6 +146,34 @@ def _all_reduce(x: Tensor, op: str, group: ProcessGroup | None, async_op: bool) 
     _note("all_reduce", x, x.shape, group, op)
     out = _copy(x)
     work = dist.all_reduce(out, getattr(dist.ReduceOp, REDUCE_OPS[op]), group=group, async_op=async_op)
+    return out, work
+
+
+def _all_gather(x: Tensor, dim: int, group: ProcessGroup | None, async_op: bool) -> tuple[Tensor, Handle]:
+    dim, t = require_dim(x, dim, "all_gather"), group_size(group)
+    _require_no_gradient(x, "all_gather", "gather_from_tp or gather_sequence")
+    if t == 1:
+        return x, _Done()
+    shape = list(x.shape)
+    shape[dim] *= t
+    _note("all_gather", x, shape, group)
+    out = x.new_empty(shape)
+    slices = out.unflatten(dim, (t, x.shape[dim])).movedim(dim, 0)  # [..., t·n, ...] -> [t, ..., n, ...]
+    stacked = slices if slices.is_contiguous() else x.new_empty(slices.shape)  # a backend writes rank after rank
+    work = dist.all_gather_single(stacked.flatten(0, 1), _contiguous(x), group=group, async_op=async_op)
+    return out, _Gathered(work, stacked, slices)
+
+
+def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup | None, async_op: bool) -> tuple[Tensor, Handle]:
+    dim, t = require_dim(x, dim, "reduce_scatter"), group_size(group)
+    _require_no_gradient(x, "reduce_scatter", "reduce_scatter_sequence")
+    share = divide(x.shape[dim], t, f"reduce_scatter: dimension {dim} of the shape {list(x.shape)}")
+    if t == 1:
+        return x, _Done()
+    _note("reduce_scatter", x, x.shape, group)
+    slices = _contiguous(x.unflatten(dim, (t, share)).movedim(dim, 0))  # [..., n, ...] -> [t, ..., n/t, ...]
+    out = slices.new_empty(slices.shape[1:])
+    work = dist.reduce_scatter_single(out, slices.flatten(0, 1), group=group, async_op=async_op)
     return out, work
 
 

@@ -26,7 +26,7 @@ from tpcode.comm.collectives import (
 )
 from tpcode.shapes import shard_range
 
-_SEQUENCE = 1  # of [b, s, h]
+SEQUENCE = 1  # the dimension of [b, s, h]
 
 
 class _Copy(Function):
@@ -124,20 +124,20 @@ def gather_sequence(x: Tensor, group: ProcessGroup | None = None, *, replicated_
     router, a loss on every rank): this rank's slice, since each rank holds all of every position's gradient.
     """
     _require_sequence(x, "gather_sequence")
-    return x if group_size(group) == 1 else _Gather.apply(x, _SEQUENCE, replicated_consumer, group)
+    return x if group_size(group) == 1 else _Gather.apply(x, SEQUENCE, replicated_consumer, group)
 
 
 def reduce_scatter_sequence(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Forward: reduce-scatter of the parts along the sequence, [b, s, h] -> [b, s/t, h]. Backward: all-gather."""
     _require_sequence(x, "reduce_scatter_sequence")
-    return x if group_size(group) == 1 else _ReduceScatter.apply(x, _SEQUENCE, group)
+    return x if group_size(group) == 1 else _ReduceScatter.apply(x, SEQUENCE, group)
 
 
 def scatter_sequence(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Forward: this rank's slice along the sequence, [b, s, h] -> [b, s/t, h], x being the same on every rank.
     Backward: all-gather."""
     _require_sequence(x, "scatter_sequence")
-    return x if group_size(group) == 1 else _Scatter.apply(x, _SEQUENCE, group)
+    return x if group_size(group) == 1 else _Scatter.apply(x, SEQUENCE, group)
 
 
 def _own_slice(x: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:

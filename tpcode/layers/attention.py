@@ -48,6 +48,11 @@ class ParallelAttention(nn.Module):
     all-reduce of 2·d·h elements for the weight, one of 2·d for the bias, in each microbatch. dX needs no more than
     its own sum: each replica adds only what its own query heads say.
 
+    *Sequence parallelism.* Input and output are this rank's tokens, [b, s/t, h], and a head needs all of them. The two
+    ends change as in `ParallelFFN`: an all-gather before qkv_r and a reduce-scatter after o_proj_r; in backward
+    all-gathers of dY and, again, of X, and a reduce-scatter of dX. Between the ends all is as before: each rank has
+    all tokens for heads of its own.
+
     With QK-norm see `HeadNorm` (one all-reduce of [d] for each of its two weights, backward) and `AllHeadsNorm` (one
     of [b, s, 1] each way for each of the two).
 
@@ -84,11 +89,16 @@ class ParallelAttention(nn.Module):
             replica_group(heads.replicas, qkv.group)  # made here, where all ranks are
 
     @classmethod
-    def from_dense(cls, dense: Attention | GPT2Attention, group: ProcessGroup | None = None) -> Self:
+    def from_dense(
+        cls, dense: Attention | GPT2Attention, group: ProcessGroup | None = None, *, sequence_parallel: bool = False
+    ) -> Self:
         """This rank's heads of a dense attention, which every rank of the group has alike.
 
         With fewer KV heads than ranks, groups of replicas are made once for each group of ranks: all ranks of the
         world then make their layers at the same time.
+
+        Args:
+            sequence_parallel: input and output are this rank's s/t tokens.
 
         Raises:
             TypeError: dense is no attention of `tpcode.dense`.
@@ -105,9 +115,10 @@ class ParallelAttention(nn.Module):
         fused = _fused(_q_k_v(dense), dense.kv_heads)
         placement = qkv_placement(dense.heads, dense.kv_heads, dense.head_dim)
         shards = {name: placement.shard(p.detach(), rank, t) for name, p in fused.named_parameters()}
+        options = {"group": group, "sequence_parallel": sequence_parallel}
         return cls(
-            freeze_like(fused, ColumnParallelLinear(**shards, placement=placement, group=group)),
-            RowParallelLinear.from_dense(_output(dense), group),
+            freeze_like(fused, ColumnParallelLinear(**shards, placement=placement, **options)),
+            RowParallelLinear.from_dense(_output(dense), **options),
             heads=heads,
             head_dim=dense.head_dim,
             **_norms(dense, heads, group),
@@ -140,13 +151,25 @@ class ParallelAttention(nn.Module):
         """Every parameter's placement by name."""
         return placements(self)
 
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether input and output are this rank's tokens alone."""
+        return self.qkv.sequence_parallel
+
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         """
         Args:
-            x: [b, s, h], the same on every rank.
-            cache: keys and values of the tokens before these, of this rank's heads; it is extended by these.
+            x: [b, s, h], the same on every rank; with sequence parallelism this rank's [b, s/t, h].
+            cache: keys and values of the tokens before these, of this rank's heads; it is extended by these. Not with
+                sequence parallelism.
+
+        Raises:
+            ValueError: x has other dimensions; the cache is of other sequences or heads, or the layer's tokens are
+                split over the ranks.
         """
         require_sequence(x, "ParallelAttention")
+        if cache is not None and self.sequence_parallel:
+            require_no_cache("ParallelAttention")
         groups, d = self.heads.kv_heads_per_rank, self.head_dim
         queries = self.heads.heads_per_rank // groups  # that read one KV head
         if cache is not None:
@@ -176,6 +199,18 @@ class ParallelAttention(nn.Module):
     @property
     def _qk_norm(self) -> str | None:
         return None if self.q_norm is None else "head" if isinstance(self.q_norm, HeadNorm) else "all"
+
+
+def require_no_cache(what: str) -> None:
+    """Refuse generation where tokens lie over the ranks.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(
+        f"{what}: a KV cache goes with sequence_parallel=False. Generation adds one token at a time, and one token is "
+        f"not split over ranks; weights are the same either way: make the model again without sequence parallelism"
+    )
 
 
 # ---- Q, K and V as one matrix ---------------------------------------------------------------------------------------

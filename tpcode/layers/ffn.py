@@ -1,4 +1,5 @@
-"""The FFN as one block: column, then row, and nothing between them (Shoeybi et al. 2019, section 3)."""
+"""The FFN as one block: column, then row, and nothing between them (Shoeybi et al. 2019, section 3). With sequence
+parallelism what stands at its two ends changes, and nothing inside (Korthikanti et al. 2022, section 4.2.2)."""
 
 from __future__ import annotations
 
@@ -26,6 +27,12 @@ class ParallelFFN(nn.Module):
 
     A and B are `c_fc` and `c_proj`; input and output are the same on every rank.
 
+    With sequence parallelism input, output, dY and dX are [b, s/t, h], this rank's tokens:
+
+        forward    X gathered, Y scattered   all-gather before A_r, reduce-scatter after B_r
+        backward   dY gathered, X again      all-gather before dZ_r, all-gather for dA_r
+                   dX scattered              reduce-scatter after dH_r A_r
+
     Args:
         c_fc, c_proj: the two layers, as `from_dense` cuts them.
         activation: an elementwise function.
@@ -36,12 +43,15 @@ class ParallelFFN(nn.Module):
         self.c_fc, self.c_proj, self.activation = c_fc, c_proj, activation
 
     @classmethod
-    def from_dense(cls, dense: FFN, group: ProcessGroup | None = None, *, pad: bool = False) -> Self:
+    def from_dense(
+        cls, dense: FFN, group: ProcessGroup | None = None, *, pad: bool = False, sequence_parallel: bool = False
+    ) -> Self:
         """This rank's shard of a dense FFN, which every rank of the group has alike.
 
         Args:
             pad: fill F up with zeros where t does not divide it. Exact, and stays so under training, if act(0) = 0:
                 the entries added to H are then zero, and so is every gradient of the weights around them.
+            sequence_parallel: input and output are this rank's s/t tokens.
 
         Raises:
             TypeError: dense is no `tpcode.dense.FFN`.
@@ -50,8 +60,9 @@ class ParallelFFN(nn.Module):
         _require_type(cls, dense, FFN)
         if pad and dense.c_fc.out_features % group_size(group):
             _require_zero_at_zero(dense.activation)
-        c_fc = ColumnParallelLinear.from_dense(dense.c_fc, group, pad=pad)
-        return cls(c_fc, RowParallelLinear.from_dense(dense.c_proj, group, pad=pad), dense.activation)
+        options = {"pad": pad, "sequence_parallel": sequence_parallel}
+        c_fc = ColumnParallelLinear.from_dense(dense.c_fc, group, **options)
+        return cls(c_fc, RowParallelLinear.from_dense(dense.c_proj, group, **options), dense.activation)
 
     def to_dense(self) -> FFN:
         """The whole FFN, gathered on every rank, without padding. Every rank of the group calls it."""
@@ -78,6 +89,8 @@ class ParallelSwiGLU(nn.Module):
                    Z_r, Y             as in `ParallelFFN`         all-reduce: reduce (g)
         backward   dX                 [b, s, 2F/t] -> [b, s, h]   one all-reduce for gate and up: copy (f)
 
+    With sequence parallelism as in `ParallelFFN`: one gather and one reduce-scatter for gate and up together.
+
     Args:
         gate_up, down_proj: the two layers, as `from_dense` cuts them.
     """
@@ -87,11 +100,14 @@ class ParallelSwiGLU(nn.Module):
         self.gate_up, self.down_proj = gate_up, down_proj
 
     @classmethod
-    def from_dense(cls, dense: SwiGLU, group: ProcessGroup | None = None, *, pad: bool = False) -> Self:
+    def from_dense(
+        cls, dense: SwiGLU, group: ProcessGroup | None = None, *, pad: bool = False, sequence_parallel: bool = False
+    ) -> Self:
         """This rank's shard of a dense SwiGLU, which every rank of the group has alike.
 
         Args:
             pad: fill F up with zeros where t does not divide it; exact, since silu(0) · 0 = 0 (see `ParallelFFN`).
+            sequence_parallel: input and output are this rank's s/t tokens.
 
         Raises:
             TypeError: dense is no `tpcode.dense.SwiGLU`.
@@ -100,8 +116,9 @@ class ParallelSwiGLU(nn.Module):
         _require_type(cls, dense, SwiGLU)
         F = dense.gate_proj.out_features
         fused = _fused(dense.gate_proj, dense.up_proj)
-        gate_up = ColumnParallelLinear.from_dense(fused, group, segments=(F, F), pad=pad)
-        return cls(gate_up, RowParallelLinear.from_dense(dense.down_proj, group, pad=pad))
+        options = {"pad": pad, "sequence_parallel": sequence_parallel}
+        gate_up = ColumnParallelLinear.from_dense(fused, group, segments=(F, F), **options)
+        return cls(gate_up, RowParallelLinear.from_dense(dense.down_proj, group, **options))
 
     def to_dense(self) -> SwiGLU:
         """The whole SwiGLU, gathered on every rank, without padding. Every rank of the group calls it."""

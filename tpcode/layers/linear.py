@@ -1,7 +1,9 @@
-"""The two split linear layers (Shoeybi et al. 2019, section 3).
+"""The two split linear layers (Shoeybi et al. 2019, section 3), and the same with sequence parallelism (Korthikanti et
+al. 2022, section 4.2.2).
 
 Symbols: h hidden, F FFN width, t ranks, r this rank, b microbatch, s sequence. The paper's A is [h, F]; torch keeps
-W = Aᵀ, so that A's columns are W's rows. Any number of dimensions may stand where [b, s] does.
+W = Aᵀ, so that A's columns are W's rows. Any number of dimensions may stand where [b, s] does; with sequence
+parallelism the tokens are dimension 1, and any number may follow.
 """
 
 from __future__ import annotations
@@ -15,16 +17,20 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import linear
 
 from tpcode.comm import (
+    SEQUENCE,
     all_gather,
+    all_gather_async,
     all_reduce_async,
     gather_from_tp,
     group_rank,
     group_size,
     reduce_from_tp,
+    reduce_scatter_async,
+    reduce_scatter_sequence,
     scatter_to_tp,
 )
 from tpcode.layers.placement import Placement
-from tpcode.shapes import require_last_dim
+from tpcode.shapes import divide, require_last_dim
 
 
 class SplitLinear(nn.Module):
@@ -138,16 +144,28 @@ class ColumnParallelLinear(SplitLinear):
 
     The all-reduce of dX is under way while dW_r is computed. X must be the same on every rank.
 
+    With `sequence_parallel` rank r has tokens of its own, X_r, and needs those of all:
+
+        forward   Y_r     = X W_rᵀ + bias_r       [b, s/t, h] -> [b, s, F/t]   all-gather of X
+        dgrad     dX_r    = (Σ_r dY_r W_r)_r      [b, s, F/t] -> [b, s/t, h]   reduce-scatter
+        wgrad     dW_r    = dY_rᵀ X               [F/t, h]                     all-gather of X, which was not kept
+        dbias     dbias_r = Σ_tokens dY_r         [F/t]                        silent
+
+    For backward it keeps X_r alone. The second gather is under way while dY_r W_r is computed, the reduce-scatter while
+    dW_r is.
+
     Args:
         weight, bias: this rank's rows, as `from_dense` cuts them.
         placement: how the weight is cut; None is plainly, in t pieces.
         gather_output: return [b, s, F] on every rank instead of this rank's [b, s, F/t]: one all-gather more. Its
             backward takes dY to be the same on every rank.
+        sequence_parallel: the input is this rank's s/t tokens. Whole ones cannot be told from them by their shape: t
+            copies of a sequence are a sequence too.
         group: the tensor-parallel ranks; None is all of them.
 
     Raises:
         ValueError: t does not divide F; the input's last dimension is not h; a bias that does not fit the weight;
-            gather_output with a fused or padded weight.
+            gather_output with a fused or padded weight; sequence_parallel, and the input is not [b, s/t, ..., h].
         TypeError: the input's dtype is not the weight's.
     """
 
@@ -160,17 +178,20 @@ class ColumnParallelLinear(SplitLinear):
         *,
         placement: Placement | None = None,
         gather_output: bool = False,
+        sequence_parallel: bool = False,
         group: ProcessGroup | None = None,
     ):
         super().__init__(weight, bias, placement, group)
-        self.gather_output = gather_output
+        self.gather_output, self.sequence_parallel = gather_output, sequence_parallel
         if gather_output:
             self._require_whole_features("gather_output=True")
 
     def forward(self, x: Tensor) -> Tensor:
         require_input(x, self.weight, self.in_features, self._name)
+        if self.sequence_parallel:
+            require_tokens(x, self._name)
         operands = as_linear_casts(x, self.weight, self.bias)
-        y = _ColumnProduct.apply(*operands, self.group)  # [b, s, h] -> [b, s, F/t]
+        y = column_product(*operands, self.group, self.sequence_parallel)  # [b, s, h] or [b, s/t, h] -> [b, s, F/t]
         return gather_from_tp(y, self.group) if self.gather_output else y  # [b, s, F/t] -> [b, s, F]
 
     @classmethod
@@ -190,17 +211,25 @@ class RowParallelLinear(SplitLinear):
 
     The bias is not split, and is added once, after the sum.
 
+    With `sequence_parallel` each rank keeps the sum for tokens of its own:
+
+        forward   Y_r     = (Σ_r X_r W_rᵀ)_r + bias   [b, s, F/t] -> [b, s/t, h]   reduce-scatter
+        dgrad     dX_r    = dY W_r                    [b, s/t, h] -> [b, s, F/t]   all-gather of dY, once for both
+        wgrad     dW_r    = dYᵀ X_r                   [h, F/t]
+        dbias     dbias   = Σ_r Σ_tokens of r dY_r    [h]                          a part: `finalize_grads` sums it
+
     Args:
         weight: this rank's columns, as `from_dense` cuts them.
         bias: the whole bias.
         placement: how the weight is cut; None is plainly, in t pieces.
         input_is_parallel: the input is this rank's [b, s, F/t], as a column-parallel layer leaves it. If not, it is
             [b, s, F], the same on every rank, and this rank takes its slice: backward gathers dX.
+        sequence_parallel: the output is this rank's s/t tokens.
         group: the tensor-parallel ranks; None is all of them.
 
     Raises:
         ValueError: t does not divide F; the input's last dimension is not F/t (or F); a bias that does not fit the
-            weight; input_is_parallel=False with a fused or padded weight.
+            weight; input_is_parallel=False with a fused or padded weight; sequence_parallel, and t does not divide s.
         TypeError: the input's dtype is not the weight's.
     """
 
@@ -213,10 +242,12 @@ class RowParallelLinear(SplitLinear):
         *,
         placement: Placement | None = None,
         input_is_parallel: bool = True,
+        sequence_parallel: bool = False,
         group: ProcessGroup | None = None,
     ):
         super().__init__(weight, bias, placement, group)
-        self.input_is_parallel = input_is_parallel
+        self.input_is_parallel, self.sequence_parallel = input_is_parallel, sequence_parallel
+        self.placements["bias"] = Placement(partial_grad=sequence_parallel)
         if not input_is_parallel:
             self._require_whole_features("input_is_parallel=False")
 
@@ -227,7 +258,10 @@ class RowParallelLinear(SplitLinear):
         else:
             require_input(x, self.weight, self.in_features, self._name, "input_is_parallel=True takes a shard")
             x = scatter_to_tp(x, self.group)  # [b, s, F] -> [b, s, F/t]
-        y = reduce_from_tp(linear(x, self.weight), self.group)  # [b, s, F/t] -> [b, s, h], in parts, then summed
+        if self.sequence_parallel:
+            require_tokens(x, self._name, group_size(self.group))
+        parts = linear(x, self.weight)  # [b, s, F/t] -> [b, s, h]
+        y = reduce_scatter_sequence(parts, self.group) if self.sequence_parallel else reduce_from_tp(parts, self.group)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     @classmethod
@@ -263,6 +297,45 @@ class _ColumnProduct(torch.autograd.Function):
         return dx, dweight, dbias, None
 
 
+class _GatheredColumnProduct(torch.autograd.Function):
+    """The same for a rank's own tokens: all-gather and product in one node, which keeps the slice and not the whole."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, group):
+        need_dx, need_dw, _, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if need_dw else None, weight if need_dx else None)
+        ctx.group = group
+        return linear(all_gather(x, SEQUENCE, group), weight, bias)  # [b, s/t, h] -> [b, s, h] -> [b, s, F/t]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        need_dx, need_dw, need_dbias, _ = ctx.needs_input_grad
+        dx = dweight = dbias = None
+        if need_dw:
+            x, gathered = all_gather_async(x, SEQUENCE, ctx.group)  # [b, s/t, h] -> [b, s, h]
+        if need_dx:
+            dx, reduced = reduce_scatter_async(dy @ weight, SEQUENCE, ctx.group)  # [b, s, h], in parts -> [b, s/t, h]
+        tokens = dy.reshape(-1, dy.shape[-1])  # [b, s, F/t] -> [b·s, F/t]
+        if need_dbias:
+            dbias = tokens.sum(0)  # [b·s, F/t] -> [F/t]
+        if need_dw:
+            gathered.wait()
+            dweight = tokens.t() @ x.reshape(-1, x.shape[-1])  # [F/t, b·s] [b·s, h] -> [F/t, h]
+        if need_dx:
+            reduced.wait()
+        return dx, dweight, dbias, None
+
+
+def column_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup | None, sequence_parallel: bool
+) -> Tensor:
+    """`X W_rᵀ + bias_r` of X, the same on every rank, or, with sequence parallelism, of the X whose tokens lie over the
+    ranks: [b, s, h] or [b, s/t, h] -> [b, s, F/t]."""
+    return (_GatheredColumnProduct if sequence_parallel else _ColumnProduct).apply(x, weight, bias, group)
+
+
 def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
     """A dense layer of these tensors, without drawing random ones first."""
     dense = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
@@ -283,6 +356,26 @@ def require_input(x: Tensor, weight: Tensor, features: int, what: str, hint: str
     if dtype_in_linear(x) != dtype_in_linear(weight):
         raise TypeError(f"{what}: the input is {x.dtype} and the weight {weight.dtype}; convert one of them with .to()")
     require_last_dim(x, features, what, hint)
+
+
+def require_tokens(x: Tensor, what: str, t: int = 1) -> None:
+    """Refuse with a ValueError what has no sequence to gather or to scatter, or one that t does not divide."""
+    if x.dim() < 3:
+        raise ValueError(
+            f"{what}: with sequence_parallel=True dimension 1 is the sequence, [b, s, ...], and the input's shape is "
+            f"{list(x.shape)}; give it its batch dimension"
+        )
+    require_split_sequence(x.shape[SEQUENCE], t, what)
+
+
+def require_split_sequence(s: int, t: int, what: str, hint: str = "") -> int:
+    """s/t, the tokens of each rank.
+
+    Raises:
+        ValueError: t does not divide s; the message has both, the sizes of t that do, and lengths that work.
+    """
+    lengths = f"lengths that work here are the multiples of {t}, such as {-(-s // t) * t}"
+    return divide(s, t, f"{what}: with sequence_parallel=True the sequence s", hint=f"{lengths}{hint and ', ' + hint}")
 
 
 def as_linear_casts(*operands: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -58,6 +58,8 @@ class LayerNorm(_ReplicatedNorm, nn.LayerNorm):
 
     Mean and variance need all h features of a token, so that a token is normed whole. Without sequence parallelism
     every rank norms every token: the work is repeated t times, and the gradients are the same everywhere, never summed.
+    With it a rank norms tokens of its own, [b, s/t, h], once among all ranks, and sends nothing; but its gradients of
+    weight and bias then know these tokens alone: parts, which `finalize_grads` sums where `partial_grad` says so.
     """
 
     dense_type = nn.LayerNorm

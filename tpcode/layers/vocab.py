@@ -14,10 +14,18 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
-from tpcode.comm import all_gather, all_reduce, copy_to_tp, group_rank, group_size, reduce_from_tp
-from tpcode.layers.linear import ColumnParallelLinear, as_linear_casts, freeze_like, require_input
+from tpcode.comm import all_gather, all_reduce, group_rank, group_size, reduce_from_tp, reduce_scatter_sequence
+from tpcode.layers.linear import (
+    ColumnParallelLinear,
+    as_linear_casts,
+    column_product,
+    freeze_like,
+    require_input,
+    require_split_sequence,
+    require_tokens,
+)
 from tpcode.layers.placement import Placement
 from tpcode.shapes import padded_vocab, require_int
 
@@ -54,17 +62,29 @@ class VocabParallelEmbedding(nn.Module):
 
     Of the t terms of a row's sum one is the row, and the others are zeros: nothing is rounded.
 
+    With `sequence_parallel` each rank looks up all ids, and keeps the sum for tokens of its own: X_r is [b, s/t, h], by
+    a reduce-scatter forward and an all-gather of dX backward.
+
     Args:
         weight: this rank's rows, as `from_dense` cuts them.
         placement: how the table is cut and padded; None is plainly, in t pieces.
+        sequence_parallel: the output is this rank's s/t tokens; the ids are all of them as ever.
         group: the tensor-parallel ranks; None is all of them.
 
     Raises:
-        ValueError: an id is not in the vocabulary: on every rank alike, at every t, before anything is sent.
+        ValueError: an id is not in the vocabulary; sequence_parallel, and t does not divide s: on every rank alike,
+            before anything is sent.
         TypeError: ids are no integers.
     """
 
-    def __init__(self, weight: Tensor, *, placement: Placement | None = None, group: ProcessGroup | None = None):
+    def __init__(
+        self,
+        weight: Tensor,
+        *,
+        placement: Placement | None = None,
+        sequence_parallel: bool = False,
+        group: ProcessGroup | None = None,
+    ):
         super().__init__()
         t = group_size(group)
         placement = placement or Placement(0, (t * len(weight),))
@@ -73,15 +93,18 @@ class VocabParallelEmbedding(nn.Module):
                 f"VocabParallelEmbedding: a rank of t = {t} holds [{placement.shard_size(t)}, h] of the table, and "
                 f"this weight is {list(weight.shape)}; from_dense cuts a whole one"
             )
-        self.weight, self.group = nn.Parameter(weight), group
+        self.weight, self.group, self.sequence_parallel = nn.Parameter(weight), group, sequence_parallel
         self.placements = {"weight": placement}
 
     @classmethod
-    def from_dense(cls, dense: nn.Embedding, group: ProcessGroup | None = None, *, multiple: int = 1) -> Self:
+    def from_dense(
+        cls, dense: nn.Embedding, group: ProcessGroup | None = None, *, multiple: int = 1, **options
+    ) -> Self:
         """This rank's rows of a dense embedding, which every rank of the group has alike.
 
         Args:
             multiple: the rows of each rank are filled up with zeros to a multiple of this. t need not divide V.
+            options: as the class takes them.
 
         Raises:
             TypeError: dense is no `nn.Embedding`.
@@ -90,7 +113,7 @@ class VocabParallelEmbedding(nn.Module):
         _require_plain_embedding(dense)
         placement = VocabPlacement.of(dense.num_embeddings, multiple)
         weight = placement.shard(dense.weight.detach(), group_rank(group), group_size(group))
-        return freeze_like(dense, cls(weight, placement=placement, group=group))
+        return freeze_like(dense, cls(weight, placement=placement, group=group, **options))
 
     @torch.no_grad()
     def to_dense(self) -> nn.Embedding:
@@ -106,9 +129,12 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         _require_ids(ids, self.vocab_size, "VocabParallelEmbedding: ids")
+        if self.sequence_parallel:
+            _require_split_ids(ids, self.group)
         local, mine = _local(ids, len(self.weight), self.group)
         rows = embedding(local, self.weight)  # [b, s] -> [b, s, h]
-        return reduce_from_tp(rows.masked_fill(~mine.unsqueeze(-1), 0), self.group)
+        own = rows.masked_fill(~mine.unsqueeze(-1), 0)
+        return reduce_scatter_sequence(own, self.group) if self.sequence_parallel else reduce_from_tp(own, self.group)
 
     def extra_repr(self) -> str:
         return f"{self.vocab_size}, {self.weight.shape[1]}, shard={list(self.weight.shape)}"
@@ -119,14 +145,18 @@ class VocabParallelHead(ColumnParallelLinear):
 
     It is a column-parallel layer over the padded vocabulary, and its logits stay where they are: the cross-entropy
     takes each rank's share. The loss sends nothing backward; the head does, dX, for every rank used X.
+
+    With `sequence_parallel` it gathers the tokens as any column-parallel layer does: the logits are of all tokens, and
+    the loss does not change.
     """
 
     @classmethod
-    def from_dense(cls, dense: nn.Linear, group: ProcessGroup | None = None, *, multiple: int = 1) -> Self:
+    def from_dense(cls, dense: nn.Linear, group: ProcessGroup | None = None, *, multiple: int = 1, **options) -> Self:
         """This rank's rows of a dense head.
 
         Args:
             multiple: as for the embedding.
+            options: as the class takes them.
 
         Raises:
             TypeError: dense is no `nn.Linear`.
@@ -136,7 +166,7 @@ class VocabParallelHead(ColumnParallelLinear):
         placement = VocabPlacement.of(dense.out_features, multiple)
         rank, t = group_rank(group), group_size(group)
         shards = {name: placement.shard(p.detach(), rank, t) for name, p in dense.named_parameters()}
-        return freeze_like(dense, cls(**shards, placement=placement, group=group))
+        return freeze_like(dense, cls(**shards, placement=placement, group=group, **options))
 
     @property
     def vocab_size(self) -> int:
@@ -149,12 +179,17 @@ class TiedHead(nn.Module):
 
     It holds no parameter. It reads the embedding's, so that the two cannot come apart: not by sharding, not by loading,
     not by a step. The gradient is the sum of both uses, on each rank of its own rows, and nothing is sent for it.
+
+    Args:
+        embedding: whose weight it is.
+        sequence_parallel: the input is this rank's s/t tokens, as for any column-parallel layer.
     """
 
-    def __init__(self, embedding: VocabParallelEmbedding):
+    def __init__(self, embedding: VocabParallelEmbedding, *, sequence_parallel: bool = False):
         super().__init__()
         if not isinstance(embedding, VocabParallelEmbedding):
             raise TypeError(f"TiedHead takes a VocabParallelEmbedding, and this is a {type(embedding).__name__}")
+        self.sequence_parallel = sequence_parallel
         self._embedding = (embedding,)  # in a tuple, so that its parameter is not registered a second time
 
     @property
@@ -169,8 +204,10 @@ class TiedHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         require_input(x, self.weight, self.weight.shape[1], "TiedHead")
-        x, weight = as_linear_casts(x, self.weight)
-        return linear(copy_to_tp(x, self._embedding[0].group), weight)
+        if self.sequence_parallel:
+            require_tokens(x, "TiedHead")
+        operands = as_linear_casts(x, self.weight, None)
+        return column_product(*operands, self._embedding[0].group, self.sequence_parallel)
 
     def extra_repr(self) -> str:
         return f"tied to {self._embedding[0]}"
@@ -322,6 +359,16 @@ def _require_ids(ids: Tensor, V: int, what: str) -> None:
         lowest, highest = (int(bound) for bound in torch.aminmax(ids))
         if lowest < 0 or highest >= V:
             raise ValueError(f"{what} must be from 0 to {V - 1}, and these go from {lowest} to {highest}")
+
+
+def _require_split_ids(ids: Tensor, group: ProcessGroup | None) -> None:
+    """Refuse ids whose sequence is not split over the ranks."""
+    if ids.dim() < 2:
+        raise ValueError(
+            f"VocabParallelEmbedding: with sequence_parallel=True ids must be [b, s], and their shape is "
+            f"{list(ids.shape)}; give them their batch dimension"
+        )
+    require_split_sequence(ids.shape[1], group_size(group), "VocabParallelEmbedding")
 
 
 def _require_logits(logits: Tensor) -> int:
