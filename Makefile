@@ -67,7 +67,7 @@ lint: .venv/.dev  ## ruff
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet .
 
-peers: .venv/.peers  ## the tests that compare with Megatron-core and transformers
+peers: .venv/.peers  ## the tests that compare with Megatron-core, PyTorch's DTensor and transformers
 	@$(BIN)/python -m pytest tests/peers
 
 gpu-check: .venv/.dev  ## the tests that need GPUs, on those that are here; names what it skips

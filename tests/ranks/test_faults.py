@@ -393,6 +393,20 @@ def test_groups_made_in_different_orders_are_refused(pool4):
     expect_failure(pool4, job, CollectiveMismatch, "rank 0: new_group [0, 1]", "new_group [2, 3]")
 
 
+def test_many_functional_calls_in_flight_whose_tensors_nobody_keeps(pool4):
+    """Gloo's threads then free tensors, for which they need the GIL: a rank that keeps it while it makes the next call
+    stands still. Before that was seen to, a few dozen of these calls were enough."""
+
+    def job():
+        for _ in range(30):
+            for _ in range(4):
+                sums = [functional.all_reduce(torch.ones(8), "sum", dist.group.WORLD) for _ in range(4)]
+                wholes = [functional.all_gather_single(part, 0, dist.group.WORLD) for part in sums]
+            assert all(whole.sum() == 4 * 32 for whole in wholes)
+
+    pool4.run(job)
+
+
 def test_differing_shards_of_a_dtensor_are_refused(pool2):
     def job():
         from torch.distributed.device_mesh import init_device_mesh

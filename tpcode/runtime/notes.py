@@ -60,6 +60,11 @@ _FUNCTIONAL = {
 }
 
 
+# c10d has one kernel for every device, and the notes take the place of those for CPU and CUDA: this device's is left as
+# it was. Going on by the dispatcher lets go of the GIL. A kernel that is called from Python keeps it, and never returns
+# where a thread of gloo that ends an earlier call holds the queue's lock and waits for the GIL to free a tensor.
+_PLAIN_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.XLA)
+
 _WITH_ROOT = ("broadcast", "reduce", "gather", "scatter")
 _OPS = (ReduceOp, ReduceOp.RedOpType)
 _OP_NAMES = {op: name for name, op in ReduceOp.RedOpType.__members__.items()}
@@ -223,16 +228,15 @@ class Notes:
         )
 
     def _before_kernel(self, name: str, note) -> None:
+        op = getattr(getattr(torch.ops._c10d_functional, name, None), "default", None)
+        if op is None:  # an operator that this release of torch does not have
+            return
+
+        def noted(keys, *args, **kwargs):
+            note(*args)
+            return op.redispatch(_PLAIN_KERNEL, *args, **kwargs)
+
         for device in ("CPU", "CUDA"):
-            try:
-                kernel = torch.library.get_kernel(f"_c10d_functional::{name}", device)
-            except RuntimeError:  # an operator that this release of torch does not have
-                return
-
-            def noted(keys, *args, _kernel=kernel, **kwargs):
-                note(*args)
-                return _kernel.call_boxed(keys, *args, **kwargs)
-
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # it warns that a kernel is replaced, which is the point
                 self._library.impl(name, noted, device, with_keyset=True)
