@@ -5,6 +5,7 @@ from tpcode.figures.curves import loss_curves
 from tpcode.figures.heads import heads_to_ranks
 from tpcode.figures.lanes import ffn_placements, ranks_as_lanes
 from tpcode.figures.matrices import cut, product
+from tpcode.figures.regions import observe_layer, regions
 from tpcode.figures.splits import three_splits
 from tpcode.figures.stacked import stacked_bars
 from tpcode.figures.state import state_bars
@@ -17,8 +18,10 @@ __all__ = [
     "ffn_placements",
     "heads_to_ranks",
     "loss_curves",
+    "observe_layer",
     "product",
     "ranks_as_lanes",
+    "regions",
     "ring",
     "stacked_bars",
     "state_bars",
