@@ -15,7 +15,7 @@ from tpcode.cost import communication
 from tpcode.training import finalize_grads
 
 B, S = 3, 8
-SEQUENCE_PARALLEL = (False,)
+SEQUENCE_PARALLEL = (False, True)
 RECOMPUTE = {False: "none", True: "full"}
 SIZES = {"hidden": 20, "ffn": 26, "heads": 4, "layers": 2, "vocab": 11, "max_seq": S + 2}
 MODELS = {
@@ -31,8 +31,7 @@ def steps():
     """For each case what this rank sent: by phase and op the calls, payload and wire bytes."""
     found = {}
     for name, sp, recompute, dtype in CASES:
-        options = {"sequence_parallel": True} if sp else {}
-        model = ParallelTransformer(MODELS[name], recompute=recompute, dtype=dtype, **options)
+        model = ParallelTransformer(MODELS[name], recompute=recompute, dtype=dtype, sequence_parallel=sp)
         ids, targets = torch.randint(MODELS[name].vocab, (2, B, S))
         with record() as ledger:
             model.loss(ids, targets).backward()

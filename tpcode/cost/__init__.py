@@ -6,7 +6,17 @@ tensor) or wire (what one rank sends), and the name says which. Sizes come as `M
 
 from importlib import import_module
 
-_MODULES = ("communication", "flops", "hardware", "layout", "memory", "step_time")
+_MODULES = (
+    "communication",
+    "fit",
+    "flops",
+    "hardware",
+    "layout",
+    "memory",
+    "published",
+    "step_time",
+    "workload",
+)
 
 __all__ = list(_MODULES)
 

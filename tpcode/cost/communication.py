@@ -16,7 +16,7 @@ from fractions import Fraction
 from math import log2
 
 from tpcode.config import Layout, ModelConfig
-from tpcode.cost.flops import rank_parameters, require_recompute
+from tpcode.cost.flops import layers_of_a_stage, rank_parameters, require_recompute
 from tpcode.cost.hardware import (
     ALGORITHMS,
     NCCL_BASE_SECONDS,
@@ -354,7 +354,6 @@ def step(
     stage: int = 0,
     element_bytes: int = 2,
     gradient_bytes: int = 4,
-    distributed_optimizer: bool = False,
 ) -> Volume:
     """Everything that one rank of a stage sends in one training step, along all axes.
 
@@ -363,8 +362,7 @@ def step(
     """
     require_no_context_parallelism(layout)
     sizes = {"microbatch": workload.microbatch, "sequence": workload.sequence, "element_bytes": element_bytes}
-    layers = divide(config.layers, layout.pp, "layers", hint="the stages of a pipeline hold as many each")
-    divide(layers, workload.interleave, "layers of a stage", hint="so many chunks")
+    layers = layers_of_a_stage(config, layout, workload.interleave)
     first, last = tp_ends(config, layout, **sizes)
     volume = layers * tp_layer(config, layout, recompute=workload.recompute, **sizes)
     if stage == 0:
@@ -381,7 +379,7 @@ def step(
         stage=stage,
         gradient_bytes=gradient_bytes,
         parameter_bytes=element_bytes,
-        distributed_optimizer=distributed_optimizer,
+        distributed_optimizer=workload.distributed_optimizer,
     )
 
 

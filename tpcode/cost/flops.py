@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tpcode.config import Layout, ModelConfig
-from tpcode.shapes import divide, head_groups, padded, require_int
+from tpcode.shapes import head_groups, padded, require_int
 
 RECOMPUTE = ("none", "selective", "full")
 
@@ -159,7 +159,7 @@ def rank_parameters(config: ModelConfig, layout: Layout, stage: int = 0) -> Rank
     stage = require_int(stage, "stage", minimum=0)
     if stage >= layout.pp:
         raise ValueError(f"stage must be below pp = {layout.pp} and is {stage}")
-    layers = divide(config.layers, layout.pp, "layers")
+    layers = layers_of_a_stage(config, layout)
     sharded, replicated = _of_a_layer(config, layout.tp)
     sharded, replicated = layers * sharded, layers * replicated
     first, last = stage == 0, stage == layout.pp - 1
@@ -171,6 +171,22 @@ def rank_parameters(config: ModelConfig, layout: Layout, stage: int = 0) -> Rank
         sharded += 0 if first and config.tied else table
         replicated += norm_parameters(config)
     return RankParameters(sharded, replicated)
+
+
+def layers_of_a_stage(config: ModelConfig, layout: Layout, interleave: int = 1) -> int:
+    """L/p, in v chunks of as many layers.
+
+    Raises:
+        ValueError: p stages of v chunks do not hold the layers evenly; there is one stage, in several chunks.
+    """
+    p, v = layout.pp, require_int(interleave, "interleave")
+    if v > 1 and p == 1:
+        raise ValueError(f"interleave = {v} cuts the stages of a pipeline in chunks, and there is one stage: pp = 1")
+    if config.layers % (p * v):
+        chunks = f" in {v} chunks each" if v > 1 else ""
+        works = ", ".join(str(size) for size in range(1, config.layers + 1) if config.layers % (size * v) == 0)
+        raise ValueError(f"pp = {p} stages{chunks} do not hold {config.layers} layers evenly; pp that work: {works}")
+    return config.layers // p
 
 
 def norm_parameters(config: ModelConfig) -> int:
