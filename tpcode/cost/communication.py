@@ -10,9 +10,10 @@ for sending to a neighbour. It is the ledger's model too (`tpcode.comm.ledger`),
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache
 from math import log2
 
 from tpcode.config import Layout, ModelConfig
@@ -413,6 +414,27 @@ class AlphaBeta:
         return self.alpha_seconds + payload_bytes / self.bytes_per_second
 
 
+def fit_alpha_beta(measured: Sequence[tuple[float, float]]) -> AlphaBeta:
+    """alpha and beta that explain these times of one collective, (payload bytes, seconds), best in relative terms:
+    least squares of (alpha + bytes / speed) / seconds - 1. A small message counts as much as a large one.
+
+    Raises:
+        ValueError: fewer than two sizes, a time that is not positive, or times that do not grow with the size.
+    """
+    if len({size for size, _ in measured}) < 2:
+        raise ValueError(f"alpha and beta take times of two sizes at least, and there are {len(measured)} of one")
+    if any(seconds <= 0 for _, seconds in measured):
+        raise ValueError("a time must be positive")
+    weights = [(1 / seconds, size / seconds) for size, seconds in measured]  # of alpha, of 1 / speed
+    aa, ab, bb = (sum(w[i] * w[j] for w in weights) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a, b = (sum(w[i] for w in weights) for i in (0, 1))
+    alpha = max(0.0, (a * bb - b * ab) / (aa * bb - ab * ab))
+    slope = (b - alpha * ab) / bb
+    if slope <= 0:
+        raise ValueError("the times do not grow with the size: measure larger messages")
+    return AlphaBeta(alpha, 1 / slope)
+
+
 def alpha_beta(
     op: str,
     ranks: int,
@@ -479,20 +501,38 @@ def collective_seconds(
     efficiency: float = 1.0,
 ) -> float:
     """The time of a collective by the algorithm and protocol that are fastest for it, as NCCL chooses them."""
+    ways = _ways(op, ranks, card(on), ranks_per_node)
+    return min(way.alpha_seconds + payload_bytes / (way.bytes_per_second * efficiency) for way in ways)
+
+
+@lru_cache(maxsize=1024)
+def _ways(op: str, ranks: int, here: Card, ranks_per_node: int | None) -> tuple[AlphaBeta, ...]:
+    """alpha and beta of every algorithm and protocol."""
     algorithms = ALGORITHMS if op == "all_reduce" else ("ring",)
-    return min(
-        alpha_beta(
-            op,
-            ranks,
-            on,
-            ranks_per_node=ranks_per_node,
-            algorithm=algorithm,
-            protocol=protocol,
-            efficiency=efficiency,
-        ).seconds(payload_bytes)
+    return tuple(
+        alpha_beta(op, ranks, here, ranks_per_node=ranks_per_node, algorithm=algorithm, protocol=protocol)
         for algorithm in algorithms
         for protocol in PROTOCOLS
     )
+
+
+def compute_bound_tp(ffn: int, on: str | Card, *, ranks_per_node: int | None = None) -> float:
+    """F W / C: an FFN of width F on t ranks computes for longer than it sends as long as t is below this.
+
+    Each way two products of [n, h] and [h, F] take 4nhF / t FLOPs of C a second, and an all-gather and a
+    reduce-scatter of 2nh bytes each, W a second; n and h drop out. (scaling-book, "How to Scale Your Model".) Heads
+    make attention's share of a layer no better.
+
+    Args:
+        ffn: F.
+        on: a card or its name: C is its peak, W its NVLink.
+        ranks_per_node: for a group that crosses nodes, how many of it are in each: W is then their adapters'.
+    """
+    here = card(on)
+    speed = here.nvlink_bytes_per_second
+    if ranks_per_node is not None:
+        speed = here.ring_bytes_per_second(2 * ranks_per_node, ranks_per_node)
+    return require_int(ffn, "FFN width F") * speed / here.flops_per_second
 
 
 def algbw(payload_bytes: float, seconds: float) -> float:

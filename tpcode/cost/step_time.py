@@ -129,17 +129,20 @@ class Gemm:
 
     def tiled_flops(self, multiprocessors: int) -> float:
         """With the padding of tiles and of the last wave, by the better orientation of a tile."""
-        waves = (
-            ceil(ceil(self.m / rows) * ceil(self.n / columns) * self.count / multiprocessors)
-            for rows, columns in (TILE, TILE[::-1])
-        )
-        return 2 * TILE[0] * TILE[1] * self.k * multiprocessors * min(waves)
+        return 2 * TILE[0] * TILE[1] * self.k * multiprocessors * _waves(self.m, self.n, self.count, multiprocessors)
 
     def seconds(self, machine: Machine) -> float:
         """On this machine."""
         multiplying = machine.flops_seconds(self.tiled_flops(machine.card.multiprocessors))
         reading = machine.memory_seconds(HALF * self.count * self.k * (self.m + self.n))
         return max(multiplying, reading) + machine.memory_seconds(self.output_bytes * self.count * self.m * self.n)
+
+
+@lru_cache(maxsize=4096)
+def _waves(m: int, n: int, count: int, multiprocessors: int) -> int:
+    """How often all SMs take a tile, for so many outputs [m, n]."""
+    orientations = (TILE, TILE[::-1])
+    return min(ceil(ceil(m / rows) * ceil(n / columns) * count / multiprocessors) for rows, columns in orientations)
 
 
 @dataclass(frozen=True)
