@@ -16,7 +16,7 @@ from tpcode.dense import FFN, SwiGLU, gelu_tanh
 from tpcode.grading.answers import blanks, stub_in
 from tpcode.grading.compare import Difference, compare, looks_like
 from tpcode.grading.failures import Unfilled, Wrong
-from tpcode.grading.ranks import SIZES, on_ranks, require_returned
+from tpcode.grading.ranks import SIZES, on_ranks, require_output, require_returned
 from tpcode.grading.registry import exercise
 from tpcode.layers import ColumnParallelLinear, RowParallelLinear
 from tpcode.runtime import RankError
@@ -181,7 +181,7 @@ def _ffn_job(MyFFN: type, dense: FFN, x: Tensor, dy: Tensor) -> dict:
     x = x.clone().requires_grad_()
     with record() as ledger:
         y = ffn(x)
-        _require_output(y, dy)
+        require_output(y, dy)
         y.backward(dy)
     return {"Y": y.detach(), "dX": x.grad, "ledger": ledger} | {
         f"d {name}": parameter.grad for name, parameter in parameters.items()
@@ -206,15 +206,6 @@ def _require_cuts(parameters: dict[str, Tensor]) -> None:
         wrong[1 - other], wrong[other] = wrong[1 - other] * t, wrong[other] // t
         if t > 1 and found in (wrong, wrong[::-1]):
             raise Wrong(f"MyFFN's {name} is {found} at t = {t}, not {shape}.\n{WRONG_CUT[name]}")
-
-
-def _require_output(y, like: Tensor) -> None:
-    if not isinstance(y, Tensor):
-        raise Wrong(f"the output should be a tensor; it is {y!r:.40}.")
-    if y.shape != like.shape:
-        raise Wrong(f"Y has shape {list(y.shape)}, not {list(like.shape)}.")
-    if not y.requires_grad:
-        raise Wrong("Y has no gradient: a plain collective gives none. Use reduce_from_tp, or your own g.")
 
 
 def _dense_ffn(t: int) -> tuple[list[dict], list]:
@@ -495,7 +486,7 @@ def _one_copy_job(one_copy: Callable) -> dict:
         y = one_copy(x, gate, up, down)
         if blanks(y):
             return {"Y": None}
-        _require_output(y, _DY)
+        require_output(y, _DY)
         y.backward(_DY)
     gradients = {"dX": x.grad, "d gate": gate.grad, "d up": up.grad, "d down": down.grad}
     return {"Y": y.detach(), "ledger": ledger} | gradients

@@ -14,7 +14,7 @@ from tpcode.dense import Attention, explicit_attention
 from tpcode.grading.answers import blanks, stub_in
 from tpcode.grading.compare import Difference, compare, looks_like
 from tpcode.grading.failures import Unfilled, Wrong
-from tpcode.grading.ranks import SIZES, on_ranks, require_calls, require_returned
+from tpcode.grading.ranks import SIZES, on_ranks, require_calls, require_output, require_returned
 from tpcode.grading.registry import exercise
 from tpcode.runtime import RankError
 from tpcode.runtime.notes import watch
@@ -195,21 +195,12 @@ def _attention_job(MyAttention: type) -> dict:
             raise Wrong(f"MyAttention.{name} should be this rank's weight, an nn.Parameter; it is {part!r:.40}.")
     with watch() as forward:
         y = attention(x)
-    _require_output(y, _DY)
+    require_output(y, _DY)
     with watch() as backward:
         y.backward(_DY)
     return {"Y": y.detach(), "dX": x.grad, "forward": forward, "backward": backward} | {
         f"d{name}": part.grad for name, part in parts.items()
     }
-
-
-def _require_output(y, like: Tensor) -> None:
-    if not isinstance(y, Tensor):
-        raise Wrong(f"the output should be a tensor; it is {y!r:.40}.")
-    if y.shape != like.shape:
-        raise Wrong(f"Y has shape {list(y.shape)}, not {list(like.shape)}.")
-    if not y.requires_grad:
-        raise Wrong("Y has no gradient: detach() cuts it off, and so does a plain collective. Use reduce_from_tp.")
 
 
 def _dense_attention(t: int) -> tuple[list[dict], list]:

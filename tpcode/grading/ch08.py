@@ -16,7 +16,7 @@ from tpcode.dense import GPT2, explicit_attention, gelu_tanh
 from tpcode.grading.answers import blanks, stub_in
 from tpcode.grading.compare import Difference, compare, compare_one, looks_like
 from tpcode.grading.failures import Unfilled, Wrong
-from tpcode.grading.ranks import SIZES, on_ranks, require_calls, require_returned
+from tpcode.grading.ranks import SIZES, on_ranks, require_calls, require_output, require_returned
 from tpcode.grading.registry import exercise
 from tpcode.model import ParallelTransformer
 from tpcode.runtime import RankError
@@ -336,7 +336,7 @@ def _layer_job(make: Callable, dense: nn.Module, x: Tensor, dy: Tensor) -> dict:
     leaf = x.clone().requires_grad_()
     with watch() as forward:
         y = layer(leaf)
-    _require_output(y, dy)
+    require_output(y, dy, "the output")
     with watch() as backward:
         y.backward(dy)
     if leaf.grad is None:
@@ -357,15 +357,6 @@ def _norm_parameter(layer: nn.Module, name: str) -> Tensor:
     if not isinstance(parameter, Tensor):
         raise Wrong(f"MyLayer has no {name}: call its norms norm_1 and norm_2.")
     return parameter
-
-
-def _require_output(y, like: Tensor) -> None:
-    if not isinstance(y, Tensor):
-        raise Wrong(f"the output should be a tensor; it is {y!r:.40}.")
-    if y.shape != like.shape:
-        raise Wrong(f"the output has shape {list(y.shape)}, not {list(like.shape)}.")
-    if not y.requires_grad:
-        raise Wrong("the output has no gradient: a plain collective gives none. Use reduce_from_tp, or your own g.")
 
 
 def _dense_layer() -> dict:
@@ -499,7 +490,7 @@ def _mended_on_a_rank(mended: Callable, dense: nn.Module, x: Tensor, dy: Tensor)
         y = mended(part, leaf)
     if blanks(y):
         return {"Y": None}
-    _require_output(y, dy)
+    require_output(y, dy, "the output")
     with watch() as backward:
         y.backward(dy)
     return {"Y": y.detach(), "dX": leaf.grad, "forward": forward, "backward": backward}

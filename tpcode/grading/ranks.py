@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from torch import Tensor
+
 from tpcode.grading.answers import stub_in
 from tpcode.grading.failures import Unfilled, Wrong
 from tpcode.runtime import RankPool
@@ -47,6 +49,17 @@ def require_returned(function: Callable, results: list, hint: str = "") -> None:
         raise Unfilled(f"replace {stub} in {function.__name__}.")
     where = "on every rank" if len(empty) == len(results) else f"on rank {empty[0]}"
     raise Wrong(f"{function.__name__} returned {results[empty[0]]} {where}. {hint or 'Is there a return?'}")
+
+
+def require_output(y, like: Tensor, name: str = "Y") -> None:
+    """Raise Wrong unless y, what a learner's layer returned, is a tensor of like's shape with a gradient."""
+    if not isinstance(y, Tensor):
+        raise Wrong(f"the output should be a tensor; it is {y!r:.40}.")
+    if y.shape != like.shape:
+        raise Wrong(f"{name} has shape {list(y.shape)}, not {list(like.shape)}.")
+    if not y.requires_grad:
+        cure = "Use reduce_from_tp, or your own g."
+        raise Wrong(f"{name} has no gradient: detach() cuts it off, and so does a plain collective. {cure}")
 
 
 def require_calls(results: Sequence[Mapping], phase: str, wanted: int, why: str) -> None:
