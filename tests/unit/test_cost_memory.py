@@ -186,32 +186,36 @@ def test_meter_and_formula_agree_to_the_byte_on_one_device(config, core, dtype):
         assert extras == {"LayerNorm's mean and 1/deviation": 4 * B * S * dtype.itemsize, "causal mask": S * S}
 
 
-def measured_on_a_rank(cases, b, s, **options):
+def measured_on_a_rank(cases, b, s, sequence_parallel):
     """Bytes that the first layer keeps for its backward, for each case."""
+    from tpcode.comm import group_size
     from tpcode.meter import saved_for_backward
     from tpcode.model import ParallelTransformer
 
     found = []
+    own = s // group_size() if sequence_parallel else s
     for config, core, dtype in cases:
-        block = ParallelTransformer(config, core=core, dtype=dtype, **options).blocks[0]
-        with saved_for_backward(block) as meter:
-            block(torch.randn(b, s, config.hidden, dtype=dtype, requires_grad=True))
+        model = ParallelTransformer(config, core=core, dtype=dtype, sequence_parallel=sequence_parallel)
+        with saved_for_backward(model.blocks[0]) as meter:
+            model.blocks[0](torch.randn(b, own, config.hidden, dtype=dtype, requires_grad=True))
         found.append(meter.nbytes)
     return found
 
 
-def test_meter_and_formula_agree_to_the_byte_on_two_ranks(pool2):
+@pytest.mark.parametrize("sp", [False, True], ids=["tp", "tp-sp"])
+def test_meter_and_formula_agree_to_the_byte_on_two_ranks(pool2, sp):
     one_head = replace(small("gpt2", dropout=0.1), heads=2, kv_heads=2, head_dim=24)
     cases = [
         (config, core, dtype)
         for config, core in [*CASES, (one_head, "explicit")]
         for dtype in (torch.bfloat16, torch.float32)
     ]
-    for found in pool2.run(measured_on_a_rank, cases, B, S):
+    layout = Layout(tp=2, sequence_parallel=sp)
+    for found in pool2.run(measured_on_a_rank, cases, B, S, sp):
         for (config, core, dtype), got in zip(cases, found, strict=True):
             options = {"core": core, "width": dtype.itemsize}
-            formula = layer_bytes(config, B, S, Layout(tp=2), **options)
-            extras = pytorch_extras(config, B, S, Layout(tp=2), **options)
+            formula = layer_bytes(config, B, S, layout, **options)
+            extras = pytorch_extras(config, B, S, layout, **options)
             assert got == formula + sum(extras.values()), (config.family, config.dropout, core, dtype)
 
 
@@ -237,24 +241,26 @@ def test_state_is_what_a_rank_holds(pool2):
             assert (state.sharded, state.replicated) == (sharded, replicated)
 
 
-def recomputed_on_a_rank(config):
+def recomputed_on_a_rank(config, sequence_parallel):
+    """Bytes of each tensor that a model keeps, its layers run again in backward."""
     from tpcode.meter import saved_for_backward
     from tpcode.model import ParallelTransformer
 
-    model = ParallelTransformer(config, recompute=True)
-    ids = torch.zeros(2, 10, dtype=torch.long)
+    model = ParallelTransformer(config, recompute=True, sequence_parallel=sequence_parallel)
     with saved_for_backward(model) as meter:
-        model(ids)
-    width = [tensor.nbytes for tensor in meter.saved if list(tensor.shape) == [2, 10, config.hidden]]
-    return width
+        model(torch.zeros(2, 10, dtype=torch.long))
+    return [tensor.nbytes for tensor in meter.saved if tensor.dtype == torch.float32]
 
 
-def test_full_recomputation_keeps_each_layers_input(pool2):
+@pytest.mark.parametrize("sp", [False, True], ids=["tp", "tp-sp"])
+def test_full_recomputation_keeps_each_layers_input(pool2, sp):
     config = replace(small("gpt2", dropout=0.1), layers=3)
-    one = layer_bytes(config, 2, 10, Layout(tp=2), recompute="full", width=4)
-    assert one == 4 * 2 * 10 * config.hidden
-    for found in pool2.run(recomputed_on_a_rank, config):
-        assert found.count(one) == config.layers + 2  # and of the last norm its input, and the head's
+    layout = Layout(tp=2, sequence_parallel=sp)
+    one = layer_bytes(config, 2, 10, layout, recompute="full", width=4)
+    assert one == 4 * 2 * 10 * config.hidden // (2 if sp else 1)
+    statistics = 4 * 2 * 10 // (2 if sp else 1)
+    for found in pool2.run(recomputed_on_a_rank, config, sp):
+        assert sorted(found) == [statistics] * 2 + [one] * (config.layers + 2)  # and the last norm's and head's input
 
 
 # ---- state ----------------------------------------------------------------------------------------------------------

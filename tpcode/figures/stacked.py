@@ -13,7 +13,7 @@ from tpcode.figures.style import INK, KINDS, Picture, canvas, render
 
 _NAME, _TOTAL = 88.0, 40.0  # points for a bar's name on the left and its sum on the right
 _TOP, _ROW, _BAR, _KEY = 22.0, 21.0, 15.0, 17.0  # above the bars; of a row; of a bar; of a row of the legend
-_NARROWEST = 25.0  # a part that is narrower has no room for its number
+_DIGIT = 4.8  # a part that is narrower than its number has no room for it
 _HATCHES = ("", "///", "...", "xx")  # of parts that are no placement
 _BEYOND = 1.6  # a bar that is longer than so many limits is cut off
 
@@ -102,7 +102,8 @@ def _draw_bar(
         end = min(start + value, longest)
         left, wide = MARGIN + _NAME + start * scale, (end - start) * scale
         if wide > 0:
-            label = f"{value:.1f}" if wide >= _NARROWEST and start + value <= longest else ""
+            label = f"{value:.1f}".removesuffix(".0")
+            label = label if wide >= _DIGIT * len(label) + 4 else ""
             _draw_part(axes, left, top, wide, looks[part], label)
         start = end
 
