@@ -82,6 +82,83 @@ def generate(
     )
 
 
+@app.command("plan")
+def plan_layouts(
+    model: Annotated[str, typer.Option(help="A model by name, as llama-3-70b or gpt3-175b; any other name lists all.")],
+    gpus: Annotated[int, typer.Option(help="How many GPUs there are.")],
+    gpu: Annotated[str, typer.Option(help="Which: v100, a100, h100 or h200, eight to a node (V100: 16).")] = "h100",
+    batch: Annotated[
+        int | None,
+        typer.Option(help="Sequences in a step. Without it: about 4 million tokens.", show_default=False),
+    ] = None,
+    sequence: Annotated[
+        int | None,
+        typer.Option(help="Tokens in each. Without it: the model's context, at most 8192.", show_default=False),
+    ] = None,
+    tp: Annotated[
+        int | None, typer.Option(help="Tensor-parallel size, if it is settled; so pp and dp.", show_default=False)
+    ] = None,
+    pp: Annotated[int | None, typer.Option(help="Pipeline stages.", show_default=False)] = None,
+    dp: Annotated[int | None, typer.Option(help="Data-parallel replicas.", show_default=False)] = None,
+    usable: Annotated[float, typer.Option(help="Part of each GPU's memory that training may take.")] = 0.9,
+    top: Annotated[int, typer.Option(help="Layouts to show.", min=1)] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all layouts as JSON instead.")] = False,
+) -> None:
+    """Choose a layout: which (tp, pp, dp) fit a model on so many GPUs, fastest first, and why the others fall out.
+
+    For each it tries sequence parallelism, recomputation, microbatches of
+    1, 2 and 4 sequences and interleaved stages, and shows the fastest way
+    that fits. Nothing is run: all is predicted.
+
+        tpcode plan --model llama-3-70b --gpus 64
+        tpcode plan --model gpt3-175b --gpus 1024 --gpu a100 --tp 8
+
+    It ends with 0 where a layout fits, and with 1 where none does.
+    """
+    from rich.console import Console
+
+    from tpcode import planning
+
+    try:
+        question = planning.Question(
+            model=model, gpus=gpus, gpu=gpu, batch=batch, sequence=sequence, tp=tp, pp=pp, dp=dp, usable=usable
+        )
+        plans = planning.answer(question)
+    except ValueError as error:
+        _end(BAD_INPUT, error)
+    if as_json:
+        print(json.dumps(planning.as_data(question, plans), indent=1))
+    else:
+        planning.show(question, plans, Console(highlight=False), top)
+    if not plans.fitting:
+        raise typer.Exit(NOT_YOUR_FAULT)
+
+
+@app.command()
+def doctor(
+    ranks: Annotated[bool, typer.Option(help="Start ranks, and measure the link between them.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """See what this machine has for ranks, which backend they take, how fast their link is, and what is missing.
+
+    It takes seconds. It ends with 0 unless something is wrong.
+    """
+    from rich.console import Console
+
+    from tpcode import doctor as module
+
+    try:
+        report = module.examine(ranks)
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    if as_json:
+        print(json.dumps(report.as_data(), indent=1))
+    else:
+        module.show(report, Console(highlight=False))
+    if not report.healthy:
+        raise typer.Exit(NOT_YOUR_FAULT)
+
+
 def main() -> None:
     """What the console script calls."""
     app(prog_name="tpcode")

@@ -62,10 +62,11 @@ def directory(tmp_path_factory):
 def test_help_loads_no_torch():
     """In a process where importing torch, or NumPy, raises. It then answers in a fraction of a second."""
     code = "import sys\nsys.modules['torch'] = sys.modules['numpy'] = None\nfrom tpcode.cli import main\nmain()"
-    for arguments in (["--help"], ["generate", "--help"], []):
+    commands = ("generate", "plan", "doctor")
+    for arguments in (["--help"], *([command, "--help"] for command in commands), []):
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=ENVIRONMENT)
         assert (done.returncode, done.stderr) == (0 if arguments else 2, "")
-        assert "generate" in done.stdout
+        assert arguments[:1] != ["--help"] or all(command in done.stdout for command in commands)
     for option in ("--tp", "--model", "--max-new-tokens", "--temperature", "--top-k", "--seed", "--dtype"):
         assert option in run("generate", "--help").stdout
 
