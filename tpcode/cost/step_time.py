@@ -65,7 +65,7 @@ MEASURED = {
 
 # What whole training steps reach on A100s: fitted to the eight iteration times of K22's table 5 by `tpcode.cost.fit`. A
 # test fits them again.
-FITTED = Efficiencies(gemm=0.868, memory=0.722, link=0.675)
+FITTED = Efficiencies(gemm=0.869, memory=0.722, link=0.673)
 
 
 def efficiencies_of(on: str | Card) -> Efficiencies:
@@ -472,7 +472,8 @@ class StepTime:
         gemm, memory, tp, pp: products; elementwise kernels; what of the tensor-parallel collectives is not hidden; what
             stages send each other.
         bubble: waiting for the pipeline to fill and to empty.
-        dp: what of the data-parallel collectives is not hidden.
+        dp: sums of gradients: what of those over the replicas is not hidden, and those over stages and tensor-parallel
+            ranks.
         update: the optimizer's step.
         model_flops, hardware_flops: of the whole step, over all ranks.
         peak_flops_per_second: of all ranks.
@@ -546,12 +547,11 @@ def step_time(
     bubble = (passing - times[slowest]) / workload.interleave
     parts = {kind: m * seconds for kind, seconds in stages[slowest].items()}
 
-    dp, backward = _dp_seconds(config, layout, workload, machine), _backward_seconds(config, layout, workload, machine)
     ideal = {"batch": workload.batch, "sequence": workload.sequence}
     return StepTime(
         **parts,
         bubble=bubble,
-        dp=max(0.0, dp - backward) if workload.overlap_gradients else dp,
+        dp=_gradient_seconds(config, layout, workload, machine),
         update=_update_seconds(config, layout, workload, machine),
         model_flops=flops.model_flops(config, **ideal),
         hardware_flops=flops.hardware_flops(config, **ideal, recompute=workload.recompute),
@@ -617,13 +617,13 @@ def ranks_in_a_node(layout: Layout, on: Card, axis: str) -> int:
     return 2 if layout.world_size <= node else 1
 
 
-def _dp_seconds(config: ModelConfig, layout: Layout, workload: Workload, machine: Machine) -> float:
-    """The data-parallel collectives by themselves, and the sums between stages and ranks that come once a step."""
-    volumes = []
+def _gradient_seconds(config: ModelConfig, layout: Layout, workload: Workload, machine: Machine) -> float:
+    """What of the data-parallel collectives is not hidden by the last microbatch's backward; and the sums over stages
+    and tensor-parallel ranks that follow it once a step."""
+    hidden = _backward_seconds(config, layout, workload, machine) if workload.overlap_gradients else 0.0
+    totals = []
     for stage in _kinds_of_stages(layout.pp):
-        volume = communication.tp_update(config, layout, stage=stage, element_bytes=FULL)
-        volume += communication.pp_update(config, layout, stage=stage, gradient_bytes=FULL)
-        volume += communication.dp_update(
+        over_dp = communication.dp_update(
             config,
             layout,
             stage=stage,
@@ -631,8 +631,11 @@ def _dp_seconds(config: ModelConfig, layout: Layout, workload: Workload, machine
             parameter_bytes=HALF,
             distributed_optimizer=workload.distributed_optimizer,
         )
-        volumes.append(_volume_seconds(volume, layout, machine))
-    return max(volumes)
+        after = communication.tp_update(config, layout, stage=stage, element_bytes=FULL)
+        after += communication.pp_update(config, layout, stage=stage, gradient_bytes=FULL)
+        shown = max(0.0, _volume_seconds(over_dp, layout, machine) - hidden)
+        totals.append(shown + _volume_seconds(after, layout, machine))
+    return max(totals)
 
 
 def _backward_seconds(config: ModelConfig, layout: Layout, workload: Workload, machine: Machine) -> float:
