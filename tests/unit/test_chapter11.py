@@ -1,0 +1,129 @@
+"""Chapter 11's worked integers tell the right way from the wrong ones that the page names; its published numbers are
+those of the data file; and its runs show what its text says."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from tpcode.cost import memory
+
+ROOT = Path(__file__).parents[2]
+K22 = yaml.safe_load((Path(memory.__file__).parent / "published.yaml").read_text(encoding="utf-8"))["korthikanti2022"]
+
+
+@pytest.fixture(scope="module")
+def cells() -> dict:
+    notebook = ROOT / "chapters/11_sequence_parallelism.ipynb"
+    return {cell["id"]: cell for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]}
+
+
+def printed(cell: dict) -> str:
+    return "".join("".join(output.get("text", "")) for output in cell["outputs"])
+
+
+def assigned(cells: dict, id: str, name: str) -> dict:
+    """The literal that a cell gives to a name."""
+    source = "".join(cells[id]["source"])
+    return eval(re.search(rf"^{name} = ({{.*?^}})", source, re.DOTALL | re.MULTILINE)[1])
+
+
+# ---- the worked integers --------------------------------------------------------------------------------------------
+
+
+def test_the_halves_tell_a_norm_of_the_sum_from_other_norms(cells):
+    """Rules out: summands whose normed sum equals the sum of their norms, or their norms alone, in any token that the
+    page speaks of."""
+    names: dict = {}
+    source = "".join(cells["halves"]["source"])
+    exec(source[: source.index("def both_ways")], names)
+    y_of, norm = names["y_of"], names["toy_norm"]
+    right = norm(y_of.sum(0))
+    assert right.tolist() == [[0, 4], [0, 2], [0, 0], [6, 0]]
+    of_summands = norm(y_of[0]) + norm(y_of[1])
+    assert (of_summands[1].tolist(), right[1].tolist()) == ([2, 4], [0, 2])  # as the page says
+    assert not torch.equal(of_summands, right)
+    by_features = y_of.sum(0).T  # a reduce-scatter along the features leaves a rank one feature of each token
+    assert not torch.equal(norm(by_features).T, right)
+
+
+def test_the_pair_tells_the_sum_from_a_ranks_own_part(cells):
+    names: dict = {}
+    exec("".join(cells["pair-by-hand"]["source"]), names)
+    parts, dX = names["parts"], names["dX"]
+    dense = np.hstack(names["dH_of"]) @ np.hstack(names["A_of"]).T
+    assert dX.tolist() == dense.tolist() == [[8, 6], [7, 3]]
+    for r in range(2):
+        for part in parts:
+            assert part[r].tolist() != dX[r].tolist()
+    assert parts[1][0].tolist() == [3, 4]  # what the page says would be lost
+
+
+# ---- what is printed ------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_sends_ten_units_and_plain_tp_eight(cells):
+    text = printed(cells["units"])
+    for t in (2, 4):
+        assert f"t = {t}, TP      8 units: {{'all_reduce': 4}}" in text
+        assert f"t = {t}, TP + SP 10 units: {{'all_gather': 6, 'reduce_scatter': 4}}" in text
+
+
+def test_the_gathered_input_is_kept_by_the_pairs_and_not_by_the_package(cells):
+    text = printed(cells["kept-by-pairs"])
+    assert "pairs: [[16, 6]" in text and "package: [[2, 4, 6]" in text
+
+
+def test_only_the_sum_is_right_and_a_run_without_it_falls_too(cells):
+    text = printed(cells["parts"])
+    assert "own is right (< 1e-12) for 0 of 9" in text and "mean is right (< 1e-12) for 0 of 9" in text
+    assert "sum is right (< 1e-12) for 9 of 9" in text and "left alone: True" in text
+    forgotten = printed(cells["forgotten"])
+    curves = re.findall(r"loss ([\d.]+) at first, ([\d.]+) after", forgotten)
+    assert all(float(last) < float(first) / 3 for first, last in curves) and len(curves) == 2
+    assert re.findall("to the bit: (True|False)", forgotten) == ["True", "False"]
+
+
+def test_every_verdict_of_the_page_is_the_one_that_its_text_draws(cells):
+    assert printed(cells["memory"]).count("to the byte: True") == 6
+    assert "False" not in printed(cells["pairs-on-ranks"])
+    figures = printed(cells["figures"])
+    assert figures.count("figure 1 exactly: True; figure 7 within 0.2 points") == 4 and "MORE" not in figures
+    fits = {way: figures.count(way) for way in ("does not fit", ", fits")}
+    assert fits == {"does not fit": 12, ", fits": 8}
+    assert all(re.search(rf"{way} .*does not fit", figures) for way in ("SP  ", "selective"))
+    for way in ("both", "full"):
+        assert len(re.findall(rf"    {way} .*, fits", figures)) == 4
+    assert "4.00 times" in printed(cells["router"]) and printed(cells["router"]).count("1.00 times") == 2
+
+
+# ---- published numbers ----------------------------------------------------------------------------------------------
+
+
+def test_published_numbers_are_those_of_the_data_file(cells):
+    """Rules out: a number mistyped on the page, which would agree with nobody."""
+    rows = {row[0]: row for row in K22["table3_configs"]["rows"]}
+    models = assigned(cells, "figures", "models")
+    for name, (p, b, m) in models.items():
+        assert (p, b) == (rows[name][5], rows[name][8])
+        assert m == (3 if name in ("175B", "530B") else 1)
+    figure_1 = assigned(cells, "figures", "figure_1")
+    assert figure_1 == {name: tuple(K22["fig1_GiB_per_gpu"][name].values()) for name in models}
+    figure_7 = assigned(cells, "figures", "figure_7")
+    assert figure_7 == {name: tuple(K22["fig7_pct_of_tp_baseline"][name].values()) for name in models}
+    table_5 = {row[0]: tuple(row[1:3]) for row in K22["table5_end_to_end"]["rows"]}
+    assert assigned(cells, "table-5", "table_5") == table_5
+    layer_ms = {row[0]: row[3] for row in K22["table4_layer_ms_22B"]["rows"]}
+    assert '{"TP": 19.6, "TP + SP": 19.0}' in "".join(cells["table-5"]["source"])
+    assert (layer_ms["baseline_no_recompute"], layer_ms["sequence_parallel"]) == (19.6, 19.0)
+
+
+def test_the_formulas_of_table_2_are_the_papers(cells):
+    """The page's strings, in units of sbh bytes, are those of the data file divided by sbh."""
+    said = set(re.findall(r'^    "(.+?)": \(', "".join(cells["table-2"]["source"]), re.MULTILINE))
+    paper = {name: f for name, f in K22["table2_activation_bytes_per_layer"].items() if name != "status"}
+    assert said == {"2" if f == "2 sbh" else "34/t" if f == "34 sbh / t" else f[4:-1] for f in paper.values()}
