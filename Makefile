@@ -60,8 +60,9 @@ learn: .venv/.dev  ## check the next open exercise whenever you save
 	@$(PIP) --no-deps $$($(BIN)/python tools/extra.py peers)
 	@touch $@
 
+# Two at a time: a test that waits for its ranks leaves a core idle.
 test: .venv/.peers lint site  ## everything that CI runs
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: .venv/.dev  ## ruff
 	@$(BIN)/ruff check --quiet .

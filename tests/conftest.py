@@ -25,6 +25,13 @@ def pool4():
         yield pool
 
 
+@pytest.fixture(autouse=True)
+def default_dtype():
+    """Tests run in any order: the dtype that one sets for its process ends with it."""
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 def pytest_collection_modifyitems(items):
     gpus = torch.cuda.device_count()
     for item in items:

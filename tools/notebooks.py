@@ -26,7 +26,7 @@ from nbformat import NotebookNode
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("chapters", "exercises/solutions")
-CELL_TIMEOUT = 120  # seconds, as nbval is given
+CELL_TIMEOUT = 300  # seconds, as nbval is given
 
 NOTEBOOK_METADATA = {
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},

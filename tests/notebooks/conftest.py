@@ -62,7 +62,7 @@ def nbval(tmp_path_factory):
     def run(path: Path, *options: str) -> subprocess.CompletedProcess:
         command = [
             *(sys.executable, "-m", "pytest", "-c", "pytest.ini", "--rootdir", ".", "-p", "no:cacheprovider"),
-            *("--color=no", "--nbval-current-env", "--nbval-cell-timeout=120", *options, str(path)),
+            *("--color=no", "--nbval-current-env", "--nbval-cell-timeout=300", *options, str(path)),
         ]
         environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "nbval.plugin"}
         return subprocess.run(command, cwd=scratch, env=environment, capture_output=True, text=True)
