@@ -222,7 +222,10 @@ def by_factor(kept, t):
 
 @pytest.mark.parametrize("on_a_rank", [by_whole, by_divided, by_factor])
 def test_ten_whole_passes(on_a_rank, capsys):
-    passes(capsys, "10.3", on_a_rank)
+    check("10.3", on_a_rank)
+    assert capsys.readouterr().out == (
+        "10.3 right: 10 stay whole, 24 and the scores are divided; the meter says the same on 1, 2 and 4 ranks.\n"
+    )
 
 
 def dividing(*also):
