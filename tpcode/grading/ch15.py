@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -39,17 +40,14 @@ ALL_RANKS = "This does not depend on t: it is the cache of the whole model. A ra
 @exercise("15.1")
 def bytes_of_the_cache(cache_bytes: Callable) -> str:
     """`cache_bytes(config, t, tokens, bytes_each)`: bytes of one rank's caches, for one sequence."""
-    for config in CONFIGS:
-        for t in SIZES:
-            for dtype in (torch.float32, torch.float64):
-                _check_cache(cache_bytes, config, t, dtype)
+    for t in SIZES:
+        for (config, dtype), measured in _measured(t).items():
+            _check_cache(cache_bytes, config, t, dtype, measured)
     return "as measured on 1, 2 and 4 ranks, with 2 KV heads and with 4."
 
 
-def _check_cache(cache_bytes: Callable, config: ModelConfig, t: int, dtype: torch.dtype) -> None:
+def _check_cache(cache_bytes: Callable, config: ModelConfig, t: int, dtype: torch.dtype, measured: int) -> None:
     answer = number("cache_bytes", cache_bytes, (config, t, READ, dtype.itemsize))
-    (measured, *others) = on_ranks(_measured, t, config, dtype)
-    assert others == [measured] * (t - 1)
     k = config.kv_heads
     per_head = 2 * config.layers * config.head_dim * READ * dtype.itemsize
 
@@ -69,8 +67,17 @@ def _check_cache(cache_bytes: Callable, config: ModelConfig, t: int, dtype: torc
     compare_one("cache_bytes", answer, measured, symptoms=symptoms, where=where, reveal=False)
 
 
+@cache
+def _measured(t: int) -> dict[tuple[ModelConfig, torch.dtype], int]:
+    """Bytes of one rank's caches, by model and dtype, which all ranks have alike."""
+    kinds = [(config, dtype) for config in CONFIGS for dtype in (torch.float32, torch.float64)]
+    first, *others = on_ranks(lambda: [_bytes_of_caches(*kind) for kind in kinds], t)
+    assert others == [first] * (t - 1)
+    return dict(zip(kinds, first, strict=True))
+
+
 @torch.no_grad()
-def _measured(config: ModelConfig, dtype: torch.dtype) -> int:
+def _bytes_of_caches(config: ModelConfig, dtype: torch.dtype) -> int:
     """What the caches of this rank take after READ tokens, the last of which were read one by one."""
     model = ParallelTransformer(config, dtype=dtype)
     caches = [KVCache() for _ in model.blocks]
