@@ -190,9 +190,12 @@ class ColumnParallelLinear(SplitLinear):
         require_input(x, self.weight, self.in_features, self._name)
         if self.sequence_parallel:
             require_tokens(x, self._name)
-        operands = as_linear_casts(x, self.weight, self.bias)
-        y = column_product(*operands, self.group, self.sequence_parallel)  # [b, s, h] or [b, s/t, h] -> [b, s, F/t]
+        y = self.product(*as_linear_casts(x, self.weight, self.bias))  # [b, s, h] or [b, s/t, h] -> [b, s, F/t]
         return gather_from_tp(y, self.group) if self.gather_output else y  # [b, s, F/t] -> [b, s, F]
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`X W_rᵀ + bias_r`, with what its backward sends."""
+        return column_product(x, weight, bias, self.group, self.sequence_parallel)
 
     @classmethod
     def _bias_placement(cls, weight: Placement) -> Placement:
@@ -260,9 +263,14 @@ class RowParallelLinear(SplitLinear):
             x = scatter_to_tp(x, self.group)  # [b, s, F] -> [b, s, F/t]
         if self.sequence_parallel:
             require_tokens(x, self._name, group_size(self.group))
-        parts = linear(x, self.weight)  # [b, s, F/t] -> [b, s, h]
-        y = reduce_scatter_sequence(parts, self.group) if self.sequence_parallel else reduce_from_tp(parts, self.group)
+        y = self.summed_product(x)  # [b, s, F/t] -> [b, s, h] or [b, s/t, h]
         return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def summed_product(self, x: Tensor) -> Tensor:
+        """`Σ_r X_r W_rᵀ`, of all tokens or of this rank's."""
+        parts = linear(x, self.weight)  # [b, s, F/t] -> [b, s, h]
+        summed = reduce_scatter_sequence if self.sequence_parallel else reduce_from_tp
+        return summed(parts, self.group)
 
     @classmethod
     def _bias_placement(cls, weight: Placement) -> Placement:
@@ -316,7 +324,8 @@ class _GatheredColumnProduct(torch.autograd.Function):
         if need_dw:
             x, gathered = all_gather_async(x, SEQUENCE, ctx.group)  # [b, s/t, h] -> [b, s, h]
         if need_dx:
-            dx, reduced = reduce_scatter_async(dy @ weight, SEQUENCE, ctx.group)  # [b, s, h], in parts -> [b, s/t, h]
+            parts = dy @ weight  # [b, s, F/t] [F/t, h] -> [b, s, h]
+            dx, reduced = reduce_scatter_async(parts, SEQUENCE, ctx.group)  # -> [b, s/t, h]
         tokens = dy.reshape(-1, dy.shape[-1])  # [b, s, F/t] -> [b·s, F/t]
         if need_dbias:
             dbias = tokens.sum(0)  # [b·s, F/t] -> [F/t]
