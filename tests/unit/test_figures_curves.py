@@ -12,6 +12,7 @@ FALLING = [4.0 / (1 + step / 9) + 1 for step in range(41)]
 PICTURES = {
     "three alike": lambda: loss_curves({f"t = {t}": FALLING for t in (1, 2, 4)}),
     "two": lambda: loss_curves({"right": FALLING, "wrong": [loss + 0.3 for loss in FALLING]}),
+    "three long names": lambda: loss_curves({f"{t} ranks, replicas left unsummed": FALLING for t in (1, 2, 4)}),
     "flat and short": lambda: loss_curves({"one run with a long name": [2.0, 2.0]}),
     "high": lambda: loss_curves({"run": [120.5, 3.0, 0.25]}, unit="bits"),
 }

@@ -41,7 +41,7 @@ def loss_curves(curves: Mapping[str, Sequence[float]], unit: str = "nats a token
         x = _LEFT + 6 + (WIDTH - _LEFT - MARGIN - 12) * step / (steps - 1)
         return x, _TOP + _HEIGHT * (top - loss) / (top - bottom)
 
-    with canvas(WIDTH, _TOP + _HEIGHT + 34 + _LEGEND) as (figure, axes):
+    with canvas(WIDTH, _TOP + _HEIGHT + 34 + _LEGEND * len(runs)) as (figure, axes):
         say(axes, MARGIN, 10, f"loss, {unit}", size=SMALL)
         _draw_frame(axes, place, bottom, top, steps)
         for losses, look in zip(runs.values(), _LOOKS):
@@ -81,11 +81,12 @@ def _draw_frame(axes: Axes, place, bottom: int, top: int, steps: int) -> None:
 
 
 def _draw_legend(axes: Axes, names: list[str]) -> None:
-    y, x = _TOP + _HEIGHT + 34 + 6, _LEFT + 6
-    for name, look in zip(names, _LOOKS):
+    """A row for each run: names side by side would soon be wider than the picture."""
+    x = _LEFT + 6
+    for row, (name, look) in enumerate(zip(names, _LOOKS)):
+        y = _TOP + _HEIGHT + 34 + 6 + _LEGEND * row
         axes.plot([x, x + 14, x + 28], [y] * 3, **{"color": INK, "ls": "-", "marker": "", **look})
         say(axes, x + 38, y, name)
-        x += 38 + 6 * len(name) + 22
 
 
 def _in_words(runs: Mapping[str, list[float]], unit: str) -> str:
