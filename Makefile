@@ -71,10 +71,11 @@ lint: .venv/.dev  ## ruff
 peers: .venv/.peers  ## the tests that compare with Megatron-core, PyTorch's DTensor and transformers
 	@$(BIN)/python -m pytest tests/peers
 
-gpu-check: .venv/.dev  ## the tests that need GPUs, on those that are here; names what it skips
-	@$(BIN)/python -m pytest -m gpu
+gpu-check: .venv/.dev  ## tests and a bench on the GPUs that are here, in 3 minutes; names what it skips
+	@$(BIN)/python tools/gpu_check.py
 
-bench: .venv/.peers  ## measure how ranks start, and a step of an FFN beside Megatron-core's and DTensor's
+bench: .venv/.peers  ## tpcode bench; how ranks start; an FFN's step beside Megatron-core's and DTensor's
+	@$(BIN)/tpcode bench
 	@$(BIN)/python tools/bench_ranks.py
 	@$(BIN)/python tools/bench_layers.py
 

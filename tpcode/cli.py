@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -157,6 +158,105 @@ def doctor(
         module.show(report, Console(highlight=False))
     if not report.healthy:
         raise typer.Exit(NOT_YOUR_FAULT)
+
+
+@app.command()
+def bench(
+    tp: Annotated[
+        str | None,
+        typer.Option(help="Sizes t, as 1,2,4. Without it: as far as GPUs, or cores, go.", show_default=False),
+    ] = None,
+    only: Annotated[
+        str | None,
+        typer.Option(help="Parts: collectives, ffn, attention, block. Without it: all.", show_default=False),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Whose layer, by name. Without it: gpt2; on GPUs llama-3-8b.", show_default=False),
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Sequences in the layers' input. [2; on GPUs 1]", show_default=False)
+    ] = None,
+    sequence: Annotated[
+        int | None, typer.Option(help="Tokens in each. [128; on GPUs 4096]", show_default=False)
+    ] = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Of the layers. [float32; on GPUs bfloat16]", show_default=False)
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Steps that count, after two that do not. Medians are shown.")] = 7,
+    largest_bytes: Annotated[
+        int | None,
+        typer.Option(help="Payload of the largest collective. [4 MiB; on GPUs 256 MiB]", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables: seconds and bytes.")] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="A file for the timeline of one step, for ui.perfetto.dev or Chrome.", show_default=False),
+    ] = None,
+) -> None:
+    """Measure what tensor parallelism takes here: collectives, FFN, attention and block, with and without SP.
+
+    It fits alpha and beta to this machine's collectives, and shows what they
+    predict beside what was measured. Let nothing else run meanwhile.
+
+        tpcode bench
+        tpcode bench --tp 1,2,4,8 --model llama-3-70b --only block
+        torchrun --nproc-per-node 8 -m tpcode bench
+
+    Under torchrun it takes the ranks that are there, on one node or many, and
+    the first of them prints.
+    """
+    from tpcode import bench as module
+    from tpcode.bench.settings import settings
+    from tpcode.runtime import RankError
+
+    given = {"model": model, "batch": batch, "sequence": sequence, "rounds": rounds, "largest_bytes": largest_bytes}
+    try:
+        sizes = None if tp is None else tuple(sorted({_whole(size, "--tp") for size in tp.split(",")}))
+        parts = None if only is None else tuple(part.strip() for part in only.split(","))
+        chosen = settings(tp=sizes, parts=parts, dtype=dtype and dtype.value, trace=trace is not None, **given)
+        _require_writable(trace)
+        report = module.run(chosen)
+    except (ValueError, TypeError, OSError) as error:
+        _end(BAD_INPUT, error)
+    except (MemoryError, ModuleNotFoundError) as error:
+        _end(NOT_YOUR_FAULT, error)
+    except RankError as error:
+        _end(NOT_YOUR_FAULT, error.args[0])
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    if int(os.environ.get("RANK", 0)) == 0:
+        _tell(report, trace, as_json)
+
+
+def _tell(report: dict, trace: Path | None, as_json: bool) -> None:
+    """Print a bench's report, and write its timeline where that goes."""
+    from rich.console import Console
+
+    from tpcode.bench import tables
+    from tpcode.bench.trace import write
+
+    events = report.pop("trace")
+    if trace is not None:
+        write(events, trace)
+        print(f"timeline of one step in {trace}: open it in ui.perfetto.dev, or chrome://tracing", file=sys.stderr)
+    if as_json:
+        print(json.dumps(report, indent=1))
+    else:
+        tables.show(report, Console(highlight=False))
+
+
+def _whole(text: str, name: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} takes whole numbers with commas between them, as 1,2,4, and not {text!r}") from None
+
+
+def _require_writable(file: Path | None) -> None:
+    """Refuse now what would be lost after the measurement."""
+    if file is not None and (file.is_dir() or not file.resolve().parent.is_dir()):
+        raise ValueError(f"--trace {file} is no file that can be written: its directory must exist")
 
 
 def main() -> None:

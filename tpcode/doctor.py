@@ -124,7 +124,7 @@ def look() -> Machine:
         python=sys.version_info[:3],
         system=f"{platform.system()} on {platform.machine()}",
         cores=cores(),
-        memory_bytes=_free_memory(),
+        memory_bytes=free_memory(),
         shared_memory_bytes=shutil.disk_usage(shm).free if shm.is_dir() else None,
         driver_gpus=_driver_gpus(),
         missing=tuple(name for name in OPTIONAL if find_spec(name) is None),
@@ -171,7 +171,7 @@ def _namespaces_can_be_made() -> bool:
     return subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode == 0
 
 
-def _free_memory() -> int | None:
+def free_memory() -> int | None:
     """Bytes that processes may still take: the system's, or what a container's limit leaves of it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -62,7 +62,7 @@ def directory(tmp_path_factory):
 def test_help_loads_no_torch():
     """In a process where importing torch, or NumPy, raises. It then answers in a fraction of a second."""
     code = "import sys\nsys.modules['torch'] = sys.modules['numpy'] = None\nfrom tpcode.cli import main\nmain()"
-    commands = ("generate", "plan", "doctor")
+    commands = ("generate", "plan", "doctor", "bench")
     for arguments in (["--help"], *([command, "--help"] for command in commands), []):
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=ENVIRONMENT)
         assert (done.returncode, done.stderr) == (0 if arguments else 2, "")
