@@ -78,6 +78,7 @@ bench: .venv/.peers  ## tpcode bench; how ranks start; an FFN's step beside Mega
 	@$(BIN)/tpcode bench
 	@$(BIN)/python tools/bench_ranks.py
 	@$(BIN)/python tools/bench_layers.py
+	@$(BIN)/python tools/bench_overlap.py
 
 # ---- writing --------------------------------------------------------------------------------------------------------
 
