@@ -75,9 +75,10 @@ def ledger_of_a_step(
     return "10 large and 3 small, 4 more with recomputation, and the ledger of four ranks has the same bytes."
 
 
+@cache
 def step_by_ledger() -> dict[str, float]:
     """What a step of a model of `STEP`'s sizes sends, as rank 0 of four ranks has noted it."""
-    plain, again = (on_ranks(_step_of_a_model, STEP["t"], recompute)[0] for recompute in (False, True))
+    plain, again = on_ranks(lambda: [_step_of_a_model(recompute) for recompute in (False, True)], STEP["t"])[0]
     large, small = (STEP["b"], STEP["s"], STEP["h"]), (STEP["b"], STEP["s"])
 
     def calls(ledger, phase: str, shape: tuple[int, ...]) -> int:
