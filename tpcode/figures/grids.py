@@ -214,8 +214,8 @@ _DIGIT = 4.6  # of a number in a box, at the smaller size
 
 
 def pipeline_lanes(p: int, m: int, v: int = 1) -> Picture:
-    """Stages below each other, time to the right: numbered microbatches forward, shaded backward, the rest is waiting.
-    With chunks the first has its number in plain, the others in bold.
+    """Stages below each other, time to the right: numbered microbatches forward, shaded backward, a line where a stage
+    waits. With chunks the first has its number in plain, the others in bold.
 
     Raises:
         ValueError: see `pipeline_schedule`; more than 8 stages, or more boxes than there is room for.
@@ -231,19 +231,19 @@ def pipeline_lanes(p: int, m: int, v: int = 1) -> Picture:
         for stage, slots in enumerate(stages):
             y = 4 + (stage + 0.5) * _LANE
             say(axes, MARGIN, y, f"stage {stage}", size=SMALL)
-            line(axes, (_SIDE, y), (WIDTH - MARGIN, y), INK, 0.5)
+            for start, end in zip([0, *(slot.end for slot in slots)], [*(slot.start for slot in slots), whole]):
+                line(axes, (_SIDE + float(start) * unit, y), (_SIDE + float(end) * unit, y), INK, 0.5)
             for slot in slots:
                 _draw_slot(axes, _SIDE + float(slot.start) * unit, y, float(slot.end - slot.start) * unit, slot)
-        say(axes, _SIDE, foot + 9, "time →    forward: number    backward: number on grey", size=8.5)
+        say(axes, _SIDE, foot + 9, "time →; forward: a number; backward: on grey; line: waiting", size=8.5)
         say(axes, _SIDE, foot + 26, f"waiting / working = {_share(waits)} on every stage", size=8.5, weight="bold")
         return render(figure, f"pipeline-{p}-{m}-{v}", _lanes_in_words(p, m, v, stages))
 
 
 def _draw_slot(axes: Axes, x: float, y: float, width: float, slot: Slot) -> None:
     corner = x, y - _BOX / 2
-    ground = INK if slot.way == "backward" else "none"
     if slot.way == "backward":
-        axes.add_patch(Rectangle(corner, width, _BOX, facecolor=ground, alpha=0.3, lw=0))
+        axes.add_patch(Rectangle(corner, width, _BOX, facecolor=INK, alpha=0.3, lw=0))
     axes.add_patch(Rectangle(corner, width, _BOX, facecolor="none", edgecolor=INK, lw=0.6))
     weight = "bold" if slot.chunk else "normal"
     say(axes, x + width / 2, y, str(slot.microbatch), ha="center", size=SMALL - 1, weight=weight)
