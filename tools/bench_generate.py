@@ -13,9 +13,8 @@ from statistics import median
 import torch
 import transformers
 
-from tpcode.checkpoint import smollm2_file
+from tpcode.checkpoint import smollm2, smollm2_file, smollm2_tokenizer
 from tpcode.generate import generate
-from tpcode.smollm2 import smollm2, smollm2_tokenizer
 
 PROMPT, TOKENS = "The capital of France is", 24
 

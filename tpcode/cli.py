@@ -274,20 +274,20 @@ class _SmolLM2:
     config = ModelConfig.preset("smollm2-135m")
 
     def tokenizer(self):
-        from tpcode.smollm2 import smollm2_tokenizer
+        from tpcode.checkpoint import smollm2_tokenizer
 
         return smollm2_tokenizer()
 
     @property
     def ends(self) -> list[int]:
-        from tpcode.smollm2 import smollm2_end
+        from tpcode.checkpoint import smollm2_end
 
         return [smollm2_end()]
 
     def load(self, dtype: str):
         import torch
 
-        from tpcode.smollm2 import smollm2
+        from tpcode.checkpoint import smollm2
 
         return smollm2(dtype=getattr(torch, dtype))
 

@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tpcode.checkpoint import SMOLLM2, smollm2_file
+from tpcode.checkpoint import SMOLLM2, smollm2, smollm2_file, smollm2_tokenizer, smollm2_weight
 from tpcode.comm import all_gather
 from tpcode.generate import generate
 from tpcode.runtime import launch
-from tpcode.smollm2 import smollm2, smollm2_tokenizer, smollm2_weight
 
 transformers = pytest.importorskip("transformers")
 
@@ -51,7 +50,7 @@ def theirs():
 
 def ours(ids, n):
     """The same on this rank, how many entries it has read, and how many it holds."""
-    import tpcode.smollm2 as module
+    from tpcode.checkpoint import pretrained as module
 
     read = []
 

