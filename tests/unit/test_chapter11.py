@@ -95,7 +95,9 @@ def test_every_verdict_of_the_page_is_the_one_that_its_text_draws(cells):
     assert len(figures) == 4 * (3 + 4)
     for unit, paper, ours in figures:
         assert paper == ours if unit == "GiB" else abs(float(paper) - float(ours)) < 0.2
-    stars = {line.split()[0]: line.count("*") for line in printed(cells["fits"]).splitlines()[2:]}
+    *lines, without, with_sp = printed(cells["fits"]).splitlines()
+    assert (without.split(": ")[1], with_sp.split(": ")[1]) == ("t = 8, full", "t = 8, selective")
+    stars = {line.split()[0]: line.count("*") for line in lines[2:]}
     assert stars == {"TP": 0, "SP": 0, "selective": 0, "both": 4, "full": 4}
     assert "4.00 times" in printed(cells["router"]) and printed(cells["router"]).count("1.00 times") == 2
 
