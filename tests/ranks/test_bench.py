@@ -174,7 +174,7 @@ def test_under_torchrun_one_rank_prints(tmp_path):
     """As a newcomer types it: JSON of the ranks that torchrun started, once, and a timeline."""
     trace = tmp_path / "trace.json"
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "tpcode", "bench", "--tp", "2",
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tpcode", "bench", "--tp", "2",
          "--only", "collectives,ffn", "--sequence", "8", "--rounds", "1", "--largest-bytes", "32768", "--json",
          "--trace", str(trace)],
         capture_output=True, text=True, timeout=150,
