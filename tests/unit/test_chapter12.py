@@ -75,8 +75,11 @@ def test_the_derivation_gives_the_bound(cells):
 
 
 def test_limits_fall_with_the_generations_and_lie_on_both_sides_of_a_node(cells):
-    lines = printed(cells["bounds"]).splitlines()
-    limits = {line.split()[0]: numbers(line.split("t <")[1])[1::2] for line in lines if "t <" in line}
+    said = re.findall(
+        r"^(\S+), F = .*\n +v100 +([\d.]+), a100 +([\d.]+), h100 +([\d.]+)$", printed(cells["bounds"]), re.M
+    )
+    limits = {name: [float(limit) for limit in found] for name, *found in said}
+    assert len(limits) == 4
     assert all(found == sorted(found, reverse=True) for found in limits.values())
     assert limits["gpt3-175b"][2] > 8 > limits["llama-3-8b"][2] and limits["smollm2-135m"][2] < 1
     whole = [float(share) for share in re.findall(r"layer: ([\d.]+) times", printed(cells["bounds"]))]
@@ -84,7 +87,7 @@ def test_limits_fall_with_the_generations_and_lie_on_both_sides_of_a_node(cells)
 
 
 def test_the_ratio_halves_with_each_doubling_of_h(cells):
-    ratios = [float(ratio) for ratio in re.findall(r"ratio ([\d.]+)", printed(cells["ratio-h"]))]
+    ratios = [numbers(line)[-1] for line in printed(cells["ratio-h"]).splitlines()[3:]]
     assert ratios == pytest.approx([ratios[0] / 2**i for i in range(5)], abs=0.006)
 
 
@@ -92,23 +95,26 @@ def test_links_are_24_12_and_9_times_slower(cells):
     said = printed(cells["links"])
     assert re.findall(r"(\d+) times slower", said) == ["24", "12", "9"]
     assert re.findall(r"hardware: (\w+)", said) == ["True"] * 3
-    multiples = [float(times) for times in re.findall(r"([\d.]+) times", printed(cells["across"]))]
+    multiples = [float(times) for times in re.findall(r"× *([\d.]+)", printed(cells["across"]))]
     assert multiples[0] == 1.0 and multiples[1] < 2 and multiples[2] > 10  # "less than feared", "lose it all"
 
 
 def test_the_curve_and_its_errors_are_the_packages(cells):
-    rows = [numbers(line) for line in printed(cells["playbook"]).splitlines() if line.startswith("t = ")][1:]
+    levels, doublings = printed(cells["playbook"]).split("by the last doubling")
+    rows, drops = (
+        [numbers(line) for line in part.splitlines() if line.startswith("t = ")] for part in (levels, doublings)
+    )
     plain = [one for one in published.playbook_curve() if "SP" not in one.what]
-    for (t, theirs, ours, error, *_), one in zip(rows, plain, strict=True):
+    for (t, theirs, ours, error), one in zip(rows[1:], plain, strict=True):
         assert f"TP {t:g}:" in one.what
         assert (theirs, ours) == pytest.approx((one.published, one.ours), abs=0.051)
         assert error == pytest.approx(100 * one.error, abs=0.051)
-    drops = {int(row[0]): row[4:] for row in rows}
-    assert drops[16][0] == -42.7 and drops[8][0] == -12.2  # measured; the opening rounds them
-    assert min(drops[t][1] for t in drops) == drops[32][1] and drops[16][1] < -40
-    errors = [row[3] for row in rows]
+    measured, predicted = ({int(row[0]): row[i] for row in drops} for i in (1, 2))
+    assert measured[8] == -12.2 and measured[16] == -42.7  # the opening rounds them
+    assert predicted[8] < 2 * measured[8] and predicted[16] < -40  # "far worse than it was"; "has one too"
+    errors = [row[3] for row in rows[1:]]
     assert abs(errors[0]) < 5 and -25 < errors[2] < errors[1] <= -20 and 15 < errors[3] < 25
-    theirs, ours = numbers(printed(cells["playbook"]).splitlines()[-2])[1:]
+    theirs, ours = numbers(printed(cells["playbook"]).splitlines()[-2])
     assert ours / theirs > 4 / 3
     narrow = compute_bound_tp(published.PLAYBOOK_3B.ffn, "h100")
     assert narrow < 4 and f"t < {narrow:.1f}" in printed(cells["playbook"])
@@ -126,7 +132,7 @@ def test_the_bars_show_what_the_text_says(cells):
 
 def test_weak_scaling_is_shown_with_its_errors(cells):
     rows = published.weak_scaling()[1:]
-    errors = [float(error) for error in re.findall(r"error +([+-][\d.]+)%", printed(cells["weak"]))]
+    errors = [float(error) for error in re.findall(r"([+-][\d.]+)%$", printed(cells["weak"]), re.M)]
     assert errors == pytest.approx([100 * row.error for row in rows], abs=0.051)
     assert all(abs(error) < 3 for error in errors[:3])  # "within three percent for t alone"
     assert min(errors[3:]) > 0 and max(errors[3:]) == errors[4]  # "too optimistic in every row, most at t = 2"
