@@ -149,9 +149,7 @@ def naming_the_lost(grid: Grid, step: int, directory: Path | None) -> Iterator[N
         late = re.search(r"timed? ?out", str(error), re.IGNORECASE)
         node, nodes = os.environ.get("GROUP_RANK", "0"), os.environ.get("GROUP_WORLD_SIZE", "1")
         what = f"did not answer within {grid.timeout:g} s" if late else "closed its connection"
-        again = (
-            "" if directory is None else f" Start all nodes again: training goes on from the last step in {directory}."
-        )
+        again = f" Start all nodes again: training goes on from the last step in {directory}." if directory else ""
         raise (RankTimeout if late else RankError)(
             f"rank {grid.rank} on node {node} of {nodes}, step {step}: one of its peers (ranks {_peers(grid)}) {what}. "
             f"Its process or its node has ended, or the link to it is cut.{again} The backend says: "

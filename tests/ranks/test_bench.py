@@ -173,12 +173,10 @@ def test_groups_work_side_by_side(pool4):
 def test_under_torchrun_one_rank_prints(tmp_path):
     """As a newcomer types it: JSON of the ranks that torchrun started, once, and a timeline."""
     trace = tmp_path / "trace.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tpcode", "bench", "--tp", "2",
-         "--only", "collectives,ffn", "--sequence", "8", "--rounds", "1", "--largest-bytes", "32768", "--json",
-         "--trace", str(trace)],
-        capture_output=True, text=True, timeout=150,
-    )  # fmt: skip
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tpcode", "bench"]
+    options = ["--tp", "2", "--only", "collectives,ffn", "--sequence", "8", "--rounds", "1", "--largest-bytes", "32768"]
+    command = [sys.executable, *torchrun, *options, "--json", "--trace", str(trace)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert [(row["layer"], row["tp"]) for row in report["layers"]] == [("ffn", 2), ("ffn", 2)]

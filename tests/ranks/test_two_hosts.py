@@ -99,16 +99,16 @@ class Run:
     def wait_for(self, pattern: str, seconds: float) -> tuple[float, str]:
         """The first line that the pattern is found in."""
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+        while True:
+            over = self.process.poll() is not None or time.monotonic() > deadline
+            if over:
+                time.sleep(0.5)  # the last lines may be on their way
             for when, line in list(self.lines):
                 if re.search(pattern, line):
                     return when, line
-            if self.process.poll() is not None and not re.search(pattern, self.text):
-                time.sleep(0.5)  # the last lines may be on their way
-                if not re.search(pattern, self.text):
-                    pytest.fail(f"ended with {self.process.returncode} and without {pattern!r}:\n{self.text}")
+            if over:
+                pytest.fail(f"no {pattern!r} within {seconds} s, or before the end:\n{self.text}")
             time.sleep(0.02)
-        pytest.fail(f"no {pattern!r} within {seconds} s:\n{self.text}")
 
     @property
     def text(self) -> str:
@@ -128,7 +128,7 @@ def training(hosts: list[Host], *options: str):
     try:
         for node, host in enumerate(hosts):
             torchrun = [
-                sys.executable, "-u", "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2",
+                sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2",
                 "--node-rank", str(node), "--master-addr", hosts[0].address, "--master-port", "29500",
                 "-m", "tpcode.grid", *OPTIONS, *options,
             ]  # fmt: skip
@@ -260,9 +260,9 @@ def test_only_a_lost_peer_is_named_as_one():
         ("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:4242", RankError),
         ("NCCL communicator was aborted", RankError),
     ):
-        with pytest.raises(kind, match=r"rank 3 on node 0 of 1, step 9: one of its peers \(ranks 1, 2\)") as found:
-            with naming_the_lost(grid, 9, Path("run")):
-                raise RuntimeError(words)
+        named = pytest.raises(kind, match=r"rank 3 on node 0 of 1, step 9: one of its peers \(ranks 1, 2\)")
+        with named as found, naming_the_lost(grid, 9, Path("run")):
+            raise RuntimeError(words)
         assert words in str(found.value) and "goes on from the last step in run" in str(found.value)
         assert type(found.value) is kind and found.value.rank == 3
     for error in (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError("timed out")):
