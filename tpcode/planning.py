@@ -132,12 +132,12 @@ def show(question: Question, plans: Plans, console: Console, top: int = 10) -> N
 
 
 def _enough(question: Question) -> str:
-    """On how many of these GPUs the model would fit, as far as doubling them finds out."""
-    for times in (2, 4, 8, 16, 32, 64):
-        more = replace(question, gpus=times * question.gpus, batch=None, dp=None)
-        if answer(more).fitting:
-            return f"On {more.gpus} of these GPUs one would."
-    return f"Nor would one on {more.gpus} of these GPUs."
+    """On how many of these GPUs the model would fit: the first power of two, or doubling of what there are."""
+    n = question.gpus
+    for gpus in sorted({2**i * n for i in range(1, 7)} | {2**i for i in range(13) if 2**i > n}):
+        if answer(replace(question, gpus=gpus, batch=None, dp=None)).fitting:
+            return f"On {gpus:,} of these GPUs one would."
+    return f"Nor would one on {gpus:,} of these GPUs."
 
 
 def _fitting(candidates: Iterable[Candidate], question: Question) -> Table:

@@ -76,6 +76,8 @@ def test_where_nothing_fits_it_says_how_many_gpus_would_do(capsys):
     assert code == 1 and "No layout fits. On 32 of these GPUs one would." in out
     assert planning.answer(planning.Question(model="llama-3-70b", gpus=32, gpu="a100")).fitting
     assert not planning.answer(planning.Question(model="llama-3-70b", gpus=16, gpu="a100")).fitting
+    _, out, _ = answer(["--model", "llama-3-70b", "--gpus", 63], capsys)
+    assert "On 64 of these GPUs one would." in out  # and not on 126 or more
 
 
 @pytest.mark.parametrize(("gpus", "batch"), [(1, 512), (12, 516), (64, 512), (1024, 1024)])
