@@ -133,8 +133,9 @@ def show(question: Question, plans: Plans, console: Console, top: int = 10) -> N
 
 def _enough(question: Question) -> str:
     """On how many of these GPUs the model would fit: the first power of two, or doubling of what there are."""
-    n = question.gpus
-    for gpus in sorted({2**i * n for i in range(1, 7)} | {2**i for i in range(13) if 2**i > n}):
+    n, settled = question.gpus, (question.tp or 1) * (question.pp or 1)
+    more = {2**i * n for i in range(1, 7)} | {2**i for i in range(13) if 2**i > n and 2**i % settled == 0}
+    for gpus in sorted(more):
         if answer(replace(question, gpus=gpus, batch=None, dp=None)).fitting:
             return f"On {gpus:,} of these GPUs one would."
     return f"Nor would one on {gpus:,} of these GPUs."

@@ -80,6 +80,14 @@ def test_where_nothing_fits_it_says_how_many_gpus_would_do(capsys):
     assert "On 64 of these GPUs one would." in out  # and not on 126 or more
 
 
+def test_how_many_would_do_keeps_to_the_axes_that_are_settled(capsys):
+    """No power of two has a tp of 6; doubling does."""
+    code, out, _ = answer(["--model", "gpt3-175b", "--gpus", 6, "--gpu", "a100", "--tp", 6], capsys)
+    enough = int(re.search(r"No layout fits. On (\d+) of these GPUs one would.", out)[1])
+    assert code == 1 and enough % 6 == 0
+    assert planning.answer(planning.Question(model="gpt3-175b", gpus=enough, gpu="a100", tp=6)).fitting
+
+
 @pytest.mark.parametrize(("gpus", "batch"), [(1, 512), (12, 516), (64, 512), (1024, 1024)])
 def test_the_batch_is_chosen_so_that_every_layout_can_share_it(gpus, batch):
     question = planning.Question(model="llama-3-8b", gpus=gpus)
