@@ -262,7 +262,8 @@ def _lanes_in_words(p: int, m: int, v: int, stages: list[list[Slot]]) -> str:
         for stage, slots in enumerate(stages)
     )
     waits = _share(bubble(stages))
+    batch = f"{m} microbatch{'es' if m > 1 else ''}"
     return (
-        f"{p} stages as lanes with {m} microbatches{chunks}, time to the right, F forward (1 unit), B backward (2). "
+        f"{p} stages as lanes with {batch}{chunks}, time to the right, F forward (1 unit), B backward (2). "
         f"{orders}. Each stage waits {waits} of the time that it works."
     )

@@ -1,0 +1,126 @@
+"""Chapter 14's cells say what its text says."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tpcode.config import Layout
+from tpcode.cost.layout import coordinates
+from tpcode.cost.published import rows
+
+NOTEBOOK = Path(__file__).parents[2] / "chapters/14_tp_pp_dp_layouts.ipynb"
+
+
+@pytest.fixture(scope="module")
+def cells() -> dict:
+    return {cell["id"]: cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]}
+
+
+def printed(cell: dict) -> str:
+    return "".join("".join(output.get("text", "")) for output in cell["outputs"])
+
+
+def text(cells: dict) -> str:
+    return "\n".join("".join(cell["source"]) for cell in cells.values() if cell["cell_type"] == "markdown")
+
+
+def test_every_comparison_holds(cells):
+    said = "".join(map(printed, (cell for cell in cells.values() if cell["cell_type"] == "code")))
+    verdicts = re.findall(r"(?:formula|1e-12\)|1e-9\)|its losses): (\w+)", said)
+    assert verdicts == ["True"] * (5 + 2 + 4 + 1)
+
+
+def test_one_axis_for_everything_waits_for_the_network(cells):
+    """R11: beyond the node, collectives take a quarter of the step, then two fifths; at 8 the state is five cards."""
+    found = re.findall(r"t = +(\d+): +(\d+) GB each, over (\w+) *, +(\d+)% coll", printed(cells["tp-alone"]))
+    shares = {int(t): (int(size), over, int(share)) for t, size, over, share in found}
+    assert shares[8][1] == "nvlink" and shares[8][2] < 10
+    assert 4.5 < shares[8][0] / 80 < 5.5
+    assert shares[16][1] == shares[32][1] == "network"
+    assert 20 < shares[16][2] < 30 and 40 < shares[32][2] < 50 and shares[32][0] > 80
+    assert "do not split over t = 64" in printed(cells["tp-alone"])
+
+
+def test_a_pipeline_sends_at_its_boundaries_both_ways(cells):
+    """E20, E21."""
+    assert printed(cells["two-stages"]).count("3 messages: send") == 2
+    volumes = printed(cells["volumes"])
+    assert "TP 84 bsh, PP 2 bsh: 42 times" in volumes
+    assert "PP, 3 chunks: 6 bsh" in volumes and "PP, SP: 0.25 bsh" in volumes
+
+
+def test_gradients_are_averaged_once_a_step_within_the_last_backward(cells):
+    """E22: the volume does not grow with m, nor reach 2 Psi; on real ranks it comes in between TP's collectives."""
+    per_step = re.findall(r"m = +\d+: tp ([\d.]+), pp ([\d.]+), dp ([\d.]+) GB", printed(cells["replicas"]))
+    (tp_8, pp_8, dp_8), (tp_64, pp_64, dp_64) = (map(float, row) for row in per_step)
+    assert dp_8 == dp_64 and tp_64 / tp_8 == pytest.approx(8, rel=0.01) and pp_64 / pp_8 == pytest.approx(8, rel=0.01)
+    factors = [float(x) for x in re.findall(r"([\d.]+) Ψ elements", printed(cells["replicas"]))]
+    assert factors == [1, 1.5, 1.75, 1.969] and max(factors) < 2
+    ledger = printed(cells["both-ledgers"])
+    assert re.search(r"ranks \(0, 2\), backward: \d+ coll", ledger) and "(0, 2), forward" not in ledger
+    order = re.findall(r"\d+ (tp|dp)", ledger.splitlines()[-1])
+    assert order[0] == "tp" and order.count("tp") > 3 and order == ["tp", "dp"] * (len(order) // 2)
+
+
+def test_tp_fills_the_node_so_replicas_are_elsewhere(cells):
+    """E32, E36, E37, R13."""
+    said = printed(cells["rank-37"])
+    assert "dp = 64 / (8 · 4) = 2" in said
+    assert "on nodes [4]: nvlink" in said and "on nodes [4, 5]: network" in said
+    assert coordinates(Layout(tp=8, dp=2, pp=4), 37) == {"tp": 5, "cp": 0, "dp": 0, "pp": 2}
+    assert "does not divide 64 GPUs" in printed(cells["not-even"])
+    words = "".join(cells["grid-32"]["outputs"][0]["data"]["text/plain"])
+    assert "dp 9, 11, 13, 15 (NVLink, inside a node)" in words
+
+
+def test_8000_divides_by_8(cells):
+    """E29."""
+    said = printed(cells["h-8000"])
+    assert "h = 8000: 0 over at t = 8, 1000 columns" in said and "{64: 40, 128: 104}" in said
+    assert "{64: 0, 128: 0}" in said and "each has 125 features" in said
+
+
+def test_zero_3_sends_the_same_while_the_arithmetic_shrinks(cells):
+    found = re.findall(r"^ *(\d+) +\d +([\d.]+) +([\d.]+) +\d+ +\d+$", printed(cells["zero-3"]), re.MULTILINE)
+    math_seconds, sent = ([float(row[i]) for row in found] for i in (1, 2))
+    assert len(found) == 3 and len(set(sent)) == 1
+    assert math_seconds[0] == pytest.approx(4 * math_seconds[2], rel=0.01)
+    one, eight = re.findall(r"selective ([\d.]+) GB", printed(cells["one-sequence"]))
+    assert float(one) > 80 and float(eight) == pytest.approx(float(one) / 8, rel=0.01)
+
+
+def test_the_whiteboards_layout_is_the_planners_and_near_the_published_one(cells):
+    said = printed(cells["whiteboard"])
+    days, total = int(re.search(r"(\d+) days", said).group(1)), float(re.search(r"= ([\d.]+) GiB", said).group(1))
+    assert 330 < days < 365 and total / 80 < 0.75  # "nearly a year", "more than a quarter of the card left"
+    published, ours = (float(x) for x in re.findall(r"([\d.]+) s, MFU [\d.]+%(?:\n|$)", said))
+    assert published == 13.75 and ours == pytest.approx(published, rel=0.07)
+    plans = [line.split() for line in printed(cells["plans"]).splitlines()[1:]]
+    assert plans[0][:4] == ["64", "8", "8", "1"]
+    best = {row[0]: row for row in reversed(plans)}
+    assert [int(best[n][3]) for n in ("64", "512", "1024")] == [1, 16, 32]  # dp grows
+    assert all(int(row[1]) * int(row[2]) in (32, 64) for row in best.values())  # t·p stays
+
+
+def test_four_of_six_published_pipelines_are_the_rules(cells):
+    """R12."""
+    found = [line.split() for line in printed(cells["n21-layouts"]).splitlines()[2:]]
+    same = [row[3] == row[5] for row in found]
+    assert same.count(True) == 4 and len(same) == 6
+    assert {35, 64} <= {row["pp"] for row in rows("narayanan2021", "table1_weak_scaling")}
+    assert {"35", "64"} <= {row[3] for row in found}
+    llama = printed(cells["llama-layout"])
+    assert "dp = 64, published 64" in llama and "dp = 128, published 128" in llama
+    for mfus in re.findall(r"MFU (\d+)%\n.*MFU (\d+)%\n.*MFU (\d+)%\n +published: MFU (\d+)%", llama):
+        low, _, high, published = map(int, mfus)
+        assert low < published < high
+    state, kept = map(float, re.search(r"state ([\d.]+) GiB, activations ([\d.]+)", llama).groups())
+    assert state + kept > 80  # "says that it does not fit"
+
+
+def test_sizes_of_all_axes_multiply_to_the_world(cells):
+    said = printed(cells["context"])
+    assert "16384 GPUs, 131072 tokens: dp = 8" in said and "with dp = 4 it would be 8192 GPUs" in said
+    assert "tp·cp·pp·dp = world" in text(cells)
