@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from tpcode import byhand
 
@@ -114,3 +115,10 @@ def test_replicas_have_unequal_parts_and_their_sum_is_the_dense_gradient(page):
     for right, parts in ((dW_k, page["dW_k_of"]), (dW_v, page["dW_v_of"])):
         assert np.allclose(sum(parts), right)
         assert all_differ(right, *parts, right / 2, 2 * parts[0], 2 * parts[1])
+
+
+def test_statement_4_of_chapter_0_is_settled_here():
+    pretest = yaml.safe_load(NOTEBOOK.with_name("00_pretest.yaml").read_text(encoding="utf-8"))
+    assert pretest[3]["chapter"] == 6 and pretest[3]["verdict"] == "wrong"
+    cells = {cell["id"]: "".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]}
+    assert "Statement 4 of chapter 0 was false." in cells["layers-answer"]
