@@ -230,5 +230,16 @@ def test_too_little_memory_is_said_before_ranks_start(no_ranks, monkeypatch, cap
     assert free == 3.0 and needed == pytest.approx(2 * each, abs=0.2)
     weights = 12 * 12288**2 * 4 / 2**30
     assert 3 * weights < each < 6 * weights
-    monkeypatch.setattr(tpcode.doctor, "free_memory", lambda: None)  # unknown: let it try
-    Settings(tp=(2,), **SMALL).require_memory()
+
+
+def test_ranks_share_the_memory_of_their_machine(monkeypatch):
+    """What is enough for one is not for two; where nobody knows what is free, it is tried."""
+    one, two = (Settings(tp=(t,), **SMALL) for t in (1, 2))
+    for free in (1.5 * (one.needed_bytes() + module.RANK_BYTES), None):
+        monkeypatch.setattr(tpcode.doctor, "free_memory", lambda free=free: free)
+        one.require_memory()
+        if free is None:
+            two.require_memory()
+        else:
+            with pytest.raises(MemoryError, match="2 ranks of"):
+                two.require_memory()
