@@ -70,6 +70,8 @@ def test_of_twelve_plans_two_fit_and_a_tenth_less_leaves_one(cells):
     ways = [(one.layout.tp, one.recompute) for one in fits(MODEL, 80e9, 4, 2048)]
     assert ways == [(8, "selective"), (8, "full")]
     assert [one.recompute for one in fits(MODEL, 72e9, 4, 2048)] == ["full"]
+    of_18 = fits(MODEL, 80e9, 4, 2048, recipe="mixed, fp32 gradients")
+    assert [one.recompute for one in of_18] == ["full"] and "with 18 bytes for each parameter" in text(cells)
     words = "".join(cells["bars-of-plans"]["outputs"][0]["data"]["text/plain"])
     assert words.count("within the limit") == 2 and words.count("over the limit") == 10
     assert "t = 8, full" in printed(cells["a-tenth"])
