@@ -3,6 +3,7 @@ those of the data file; and its runs show what its text says."""
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from tpcode.config import Layout, ModelConfig
 from tpcode.cost import memory
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +26,10 @@ def cells() -> dict:
 
 def printed(cell: dict) -> str:
     return "".join("".join(output.get("text", "")) for output in cell["outputs"])
+
+
+def text(cells: dict) -> str:
+    return "\n".join("".join(cell["source"]) for cell in cells.values() if cell["cell_type"] == "markdown")
 
 
 def assigned(cells: dict, id: str, name: str) -> dict:
@@ -100,6 +106,27 @@ def test_every_verdict_of_the_page_is_the_one_that_its_text_draws(cells):
     stars = {line.split()[0]: line.count("*") for line in lines[2:]}
     assert stars == {"TP": 0, "SP": 0, "selective": 0, "both": 4, "full": 4}
     assert "4.00 times" in printed(cells["router"]) and printed(cells["router"]).count("1.00 times") == 2
+
+
+def test_selective_alone_fits_the_22b_model_at_16_bytes_and_not_at_18(cells):
+    """Rules out: chapters 10 and 11 saying opposite things of one model, with no word of why."""
+    model = replace(ModelConfig.preset("k22-22b"), dropout=0.1)
+
+    def ways(recipe, card=80e9, **options):
+        found = memory.fits(model, card, 4, 2048, recipe=recipe, **options)
+        return {(one.layout.tp, one.recompute) for one in found}
+
+    assert (8, "selective") in ways("mixed") and (8, "selective") not in ways("mixed, fp32 gradients")
+    for recipe in ("mixed", "mixed, fp32 gradients"):  # "at 16 bytes or at 18"
+        assert (8, "selective") in ways(recipe, 72e9, sequence_parallel=True)
+    assert "it counted 16 bytes for each parameter, and this table has the paper's 18" in text(cells)
+
+
+def test_what_is_outside_the_layers_follows_the_formula_of_the_text(cells):
+    assert "`sbh/t · (1 + 4(1 + V/h))`" in text(cells)
+    model = replace(ModelConfig.preset("k22-22b"), dropout=0.1)
+    ends = memory.activation_bytes(model, 4, 2048, Layout(tp=8, sequence_parallel=True)).ends
+    assert ends == 4 * 2048 * model.hidden // 8 * (1 + 4 * (1 + model.vocab / model.hidden))
 
 
 # ---- published numbers ----------------------------------------------------------------------------------------------
