@@ -185,6 +185,7 @@ def test_under_torchrun_one_rank_prints(tmp_path):
     assert [(row["layer"], row["tp"]) for row in report["layers"]] == [("ffn", 2), ("ffn", 2)]
     assert {fit["op"] for fit in report["fits"]} == {"all_reduce", "all_gather", "reduce_scatter"}
     assert all(row["predicted_collective_seconds"] > 0 for row in report["layers"])
+    assert report["machine"]["backend"] in ("gloo", "nccl") and report["machine"]["load"] >= 0
     events = json.loads(trace.read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1} and min(e["ts"] for e in events if "ts" in e) == 0
 

@@ -53,7 +53,14 @@ def report():
     """Made up: all-reduces of 1 ms and a byte a nanosecond, gathers and scatters of half of it."""
     half = {"all_reduce": 1.0, "all_gather": 0.5, "reduce_scatter": 0.5}
     found = {
-        "machine": {"backend": "gloo", "device": "CPU", "threads_per_rank": 1, "torch": "2.13.0"},
+        "machine": {
+            "backend": "gloo",
+            "device": "CPU",
+            "threads_per_rank": 1,
+            "torch": "2.13.0",
+            "cores": 2,
+            "load": 0.1,
+        },
         "settings": {"model": "gpt2", "batch": 2, "sequence": 8, "dtype": "float32", "world": 2},
         "collectives": [],
         "layers": [],
@@ -117,6 +124,13 @@ def test_the_tables_tell_all_and_fit_a_terminal():
     assert "block 2 no 4 12.00 15.00 1.25" in joined
     assert "kept for backward 2.00 1.00 0.50" in joined
     assert "2 50.00 15.00 30% █████████" in joined
+
+
+def test_a_busy_machine_is_named():
+    found = report()
+    assert "busy" not in printed(found)
+    found["machine"]["load"] = 7.3
+    assert "busy (load 7.3 on 2 cores)" in " ".join(printed(found).split())
 
 
 def test_tables_of_a_part_alone():

@@ -21,9 +21,10 @@ def run(settings: Settings) -> dict:
     from tpcode.bench.fit import fit_all, predict_all
     from tpcode.bench.measure import measure
     from tpcode.runtime import RankPool, launch
-    from tpcode.runtime.env import under_torchrun
+    from tpcode.runtime.env import cores, under_torchrun
 
     settings.require_memory()
+    load = os.getloadavg()[0]  # before the bench adds its own
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler announces itself on standard error
     if under_torchrun():
         ranks = launch(measure, settings.world, settings)
@@ -31,6 +32,7 @@ def run(settings: Settings) -> dict:
         with RankPool(settings.world, timeout=settings.timeout_seconds) as pool:
             ranks = pool.run(measure, settings)
     report = ranks[0]
+    report["machine"] |= {"cores": cores(), "load": load}
     report["trace"] = [event for rank in ranks for event in rank["trace"]]
     report["fits"] = fit_all(report["collectives"])
     predict_all(report)

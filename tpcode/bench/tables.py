@@ -22,6 +22,12 @@ def show(report: dict[str, Any], console: Console) -> None:
         f"{asked['world']} ranks on {machine['device']}, {machine['backend']}, "
         f"{machine['threads_per_rank']} thread{'s' * (machine['threads_per_rank'] > 1)} each, torch {machine['torch']}"
     )
+    if machine["load"] > machine["cores"] / 2:
+        console.print(
+            f"Something else keeps this machine busy (load {machine['load']:.1f} on {machine['cores']} cores): these "
+            "times are not its own. Try again when it is idle.",
+            style="yellow",
+        )
     if report["layers"]:
         console.print(
             f"layers: forward and backward of {asked['model']}'s, {asked['batch']} × {asked['sequence']} tokens, "
