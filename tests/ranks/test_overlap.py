@@ -9,7 +9,18 @@ from torch import nn
 
 from tools import bench_overlap
 from tpcode import RankPool
-from tpcode.comm import all_reduce, group_rank, group_size, record
+from tpcode.comm import (
+    all_gather,
+    all_gather_async,
+    all_reduce,
+    all_reduce_async,
+    broadcast,
+    group_rank,
+    group_size,
+    record,
+    reduce_scatter,
+    reduce_scatter_async,
+)
 from tpcode.comm.timeline import timeline
 from tpcode.dense import FFN
 from tpcode.layers import ParallelFFN
@@ -136,6 +147,8 @@ def test_the_order_in_which_ranks_launch_multiply_and_wait(pool2):
         assert plain[rank]["payload"] == two[rank]["payload"] == 2 * 6 * 4 * 8
 
 
+WORDS = ("launch", "wait for")
+
 # ---- the recorder ---------------------------------------------------------------------------------------------------
 
 
@@ -171,6 +184,34 @@ def test_nothing_is_installed_outside_of_the_block(pool2):
         assert order[:2] == ["forward: launch 1, all_reduce", "forward: wait for 1"]
         assert inner == ["forward: launch 1, all_reduce", "forward: wait for 1"]
         assert total == 6  # three launches; two waits, and the last after the block, which its handle still tells
+
+
+def every_collective():
+    x = torch.ones(2, 2)
+    with timeline() as seen:
+        all_gather(x, 0)
+        reduce_scatter(x, 0)
+        broadcast(x, 0)
+        handles = [all_reduce_async(x)[1], all_gather_async(x, 1)[1], reduce_scatter_async(x, 1)[1]]
+        for handle in handles[::-1]:
+            handle.wait()
+    return seen
+
+
+def every_collective_told():
+    seen = every_collective()
+    return seen.order(), all(one.end >= one.start for one in seen.spans)
+
+
+def test_it_sees_every_collective(pool2):
+    """Those that the package makes, blocking or not; waits in another order than launches."""
+    blocking = ["all_gather", "reduce_scatter", "broadcast"]
+    want = [f"{word} {n + 1}{f', {op}' * (word == 'launch')}" for n, op in enumerate(blocking) for word in WORDS]
+    want += ["launch 4, all_reduce", "launch 5, all_gather", "launch 6, reduce_scatter"]
+    want += ["wait for 6", "wait for 5", "wait for 4"]
+    for order, ended in pool2.run(every_collective_told):
+        assert [line.removeprefix("forward: ") for line in order] == want
+        assert ended
 
 
 def test_seconds_refuses_an_unknown_kind():

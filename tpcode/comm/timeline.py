@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -171,7 +171,8 @@ def _watched(method: str, name: str, seen: Timeline) -> Iterator[None]:
         work = original(group, *args, **kwargs)
         if work is None:
             return None
-        work.get_future().then(lambda _: seen._done.setdefault(number, perf_counter()))
+        with suppress(RuntimeError):  # gloo's reduce-scatter has no future: its end is then that of the wait
+            work.get_future().then(lambda _: seen._done.setdefault(number, perf_counter()))
         return _Handle(work, number, name, seen)
 
     setattr(dist.ProcessGroup, method, launched)
