@@ -74,10 +74,11 @@ peers: .venv/.peers  ## the tests that compare with Megatron-core, PyTorch's DTe
 gpu-check: .venv/.dev  ## tests and a bench on the GPUs that are here, in 3 minutes; names what it skips
 	@$(BIN)/python tools/gpu_check.py
 
-bench: .venv/.peers  ## tpcode bench; how ranks start; an FFN's step beside Megatron-core's and DTensor's
+bench: .venv/.peers  ## tpcode bench; how ranks start; an FFN beside Megatron-core's and DTensor's; generation; overlap
 	@$(BIN)/tpcode bench
 	@$(BIN)/python tools/bench_ranks.py
 	@$(BIN)/python tools/bench_layers.py
+	@$(BIN)/python tools/bench_generate.py
 	@$(BIN)/python tools/bench_overlap.py
 
 # ---- writing --------------------------------------------------------------------------------------------------------
