@@ -6,7 +6,7 @@ the tokens. They take turns in each round, so that a busy moment hits all alike;
 second is over the first is the null: how much of a ratio is noise.
 
 The link is a pair of virtual Ethernet devices between two network namespaces, slowed down by `tc ... tbf`. Making them
-takes root, `ip` and `tc` (Debian: iproute2). They are removed at the end, after a failure and after Ctrl-C as well. On
+takes root, `ip` and `tc` (Debian: iproute2). They are removed at the end, after a failure, a kill or Ctrl-C as well. On
 loopback an all-reduce is mostly the CPU's own work, behind which nothing can hide: those ratios are shown and mean
 little.
 """
@@ -187,6 +187,7 @@ def linked_namespaces(rate: str = RATE, run: Callable = run_command) -> Iterator
         if shutil.which(tool) is None:
             raise NoNamespaces(f"no network namespaces: there is no `{tool}` here (Debian: apt install iproute2)")
     hosts = two_hosts()
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a kill, too, removes what was made
     try:
         for command in making(hosts, rate):
             done = run(command)
@@ -198,6 +199,7 @@ def linked_namespaces(rate: str = RATE, run: Callable = run_command) -> Iterator
     finally:
         for command in removing(hosts):
             run(command)
+        signal.signal(signal.SIGTERM, before)
 
 
 def over_the_link(arguments: list[str], rate: str = RATE, limit: float = 600) -> dict[str, list[float]]:
@@ -286,7 +288,6 @@ def main(given: list[str] | None = None) -> int:
         as_rank(options)
         return 0
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a kill, too, removes what was made
     sizes = {"hidden": options.hidden, "tokens": options.tokens, "rounds": options.rounds, "chunks": options.chunks}
     print("FFN on 2 ranks of 1 thread, float32: " + ", ".join(f"{name} {size}" for name, size in sizes.items()))
     arguments = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]

@@ -1,7 +1,10 @@
 """Overlap: the chunked pair equals the dense FFN, the order in which ranks launch, multiply and wait, the recorder that
 tells it, and the tool that measures what is hidden."""
 
+import os
+import signal
 import subprocess
+import time
 
 import pytest
 import torch
@@ -296,6 +299,21 @@ def test_what_was_made_is_removed_whichever_command_fails(failing, monkeypatch):
     with refused, bench_overlap.linked_namespaces(run=run):
         raise AssertionError("not reached")
     assert ran[failing + 1 :] == bench_overlap.removing(bench_overlap.two_hosts())
+
+
+def test_what_was_made_is_removed_after_a_kill(monkeypatch):
+    monkeypatch.setattr(bench_overlap.shutil, "which", lambda tool: f"/sbin/{tool}")
+    ran, before = [], signal.getsignal(signal.SIGTERM)
+
+    def run(command):
+        ran.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    with pytest.raises(SystemExit), bench_overlap.linked_namespaces(run=run) as hosts:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)  # the signal comes before that
+    assert ran[-4:] == bench_overlap.removing(hosts)
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_without_ip_or_tc_it_says_so(monkeypatch):
