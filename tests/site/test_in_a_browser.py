@@ -53,7 +53,15 @@ FAINT_TEXT_IN_FIGURES = """() => {
     if (element instanceof SVGElement) return getComputedStyle(element).fill;
     return getComputedStyle(element).backgroundColor;
   };
-  const opaque = colour => /^rgb/.test(colour) && (channels(colour)[3] ?? 1) > 0.9;
+  const alpha = element => {
+    const {opacity, fillOpacity} = getComputedStyle(element);
+    const own = (channels(painted(element))[3] ?? 1) * opacity;
+    return element instanceof SVGElement ? own * fillOpacity : own;
+  };
+  const blended = (below, element) => {
+    const part = alpha(element);
+    return below.map((v, i) => v * (1 - part) + channels(painted(element))[i] * part);
+  };
   const faint = [];
   let seen = 0;
   for (const text of document.querySelectorAll('article svg[role=img] text')) {
@@ -62,10 +70,13 @@ FAINT_TEXT_IN_FIGURES = """() => {
     text.scrollIntoView({block: 'center', inline: 'center'});
     const at = text.getBoundingClientRect();
     const beneath = document.elementsFromPoint(at.x + at.width / 2, at.y + at.height / 2)
-      .filter(e => !['text', 'tspan', 'svg', 'g'].includes(e.tagName) && opaque(painted(e)));
-    if (!beneath.length) continue;
+      .filter(e => !['text', 'tspan', 'svg', 'g'].includes(e.tagName) && /^rgb/.test(painted(e)));
+    const ground = beneath.findIndex(e => alpha(e) > 0.9);
+    if (ground < 0) continue;
     seen += 1;
-    const ratio = contrast(channels(getComputedStyle(text).fill), channels(painted(beneath[0])));
+    const shades = beneath.slice(0, ground).reverse();  // what is drawn on the ground, half seen through
+    const colour = shades.reduce(blended, channels(painted(beneath[ground])).slice(0, 3));
+    const ratio = contrast(channels(getComputedStyle(text).fill), colour);
     if (ratio < 4.5) faint.push(`${text.textContent} at ${ratio.toFixed(2)} on <${beneath[0].tagName}>`);
   }
   return {faint, seen};
