@@ -72,3 +72,9 @@ def test_the_last_digits_of_a_machine_do_not_move_it():
 def test_what_cannot_be_drawn_is_refused(curves, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         loss_curves(curves)
+
+
+def test_the_distance_in_words_is_that_of_the_losses_and_not_of_what_is_drawn():
+    """1.004 and 1.446 are drawn as 1.00 and 1.45, and are 0.44 apart."""
+    picture = loss_curves({"right": [2.0, 1.004], "wrong": [2.0, 1.446]})
+    assert "The largest distance from the first curve is 0.44." in picture.alt

@@ -49,7 +49,7 @@ def loss_curves(curves: Mapping[str, Sequence[float]], unit: str = "nats a token
             points = [place(step, losses[step]) for step in range(0, steps, every)]
             axes.plot(*zip(*points), **{"color": INK, "ls": "-", "marker": "", **look})
         _draw_legend(axes, list(runs))
-        return render(figure, "loss-curves", _in_words(runs, unit))
+        return render(figure, "loss-curves", _in_words(curves, unit))
 
 
 def _require(curves: Mapping[str, Sequence[float]]) -> Mapping[str, Sequence[float]]:
@@ -89,7 +89,7 @@ def _draw_legend(axes: Axes, names: list[str]) -> None:
         say(axes, x + 38, y, name)
 
 
-def _in_words(runs: Mapping[str, list[float]], unit: str) -> str:
+def _in_words(runs: Mapping[str, Sequence[float]], unit: str) -> str:
     ways = [
         f"{name}: {losses[0]:.2f} in step 0, {losses[-1]:.2f} in step {len(losses) - 1}"
         for name, losses in runs.items()
