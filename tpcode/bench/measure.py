@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tpcode.bench.settings import LAYERS, Settings
-from tpcode.bench.trace import timeline
+from tpcode.bench.trace import chrome_events
 from tpcode.comm import record
 from tpcode.cost.communication import algbw, busbw
 from tpcode.dense import MODELS
@@ -272,7 +272,7 @@ def _layer(
     row["collective_share"] = row["collective_seconds"] / row["seconds"]
     row["tokens_per_second"] = settings.tokens / row["seconds"]
     row["flops_per_second_per_rank"] = settings.flops(part) / group.t / row["seconds"]
-    events = timeline(step, dist.get_rank(), group) if keep and group.first else []
+    events = chrome_events(step, dist.get_rank(), group) if keep and group.first else []
     return (row if group.first else None), events
 
 

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 KINDS = ("cpu_op", "kernel", "gpu_memcpy", "gpu_memset", "user_annotation", "gpu_user_annotation")
 
 
-def timeline(step: Callable[[], None], rank: int, group) -> list[dict[str, Any]]:
+def chrome_events(step: Callable[[], None], rank: int, group) -> list[dict[str, Any]]:
     """Run a step under PyTorch's profiler: its events in Chrome's trace event format, with this rank for process.
 
     Times are microseconds on the clock of this host: ranks of one host line up, those of several only roughly.
