@@ -419,12 +419,14 @@ def test_differing_shards_of_a_dtensor_are_refused(pool2):
     expect_failure(pool2, job, CollectiveMismatch, "float32 [2, 2]", "float32 [2, 3]")
 
 
-def test_dtensor_works_job_after_job(pool2):
+@pytest.mark.parametrize("shape", [(2,), (1, 2)], ids=["the world", "groups of its own"])
+def test_dtensor_works_job_after_job(pool2, shape):
     def job():
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        mesh = init_device_mesh("cpu", (2,))
+        names = ("outer", "inner")[-len(shape) :]
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)["inner"]
         whole = DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
         return tuple(whole.to_local().shape)
 

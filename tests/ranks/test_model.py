@@ -7,6 +7,7 @@ Weights are random, hence distinct in every entry, biases and norms too.
 
 import copy
 import functools
+import sys
 import warnings
 from itertools import product
 
@@ -18,8 +19,8 @@ from torch import nn
 from tpcode import ModelConfig, ParallelTransformer
 from tpcode.comm import record
 from tpcode.dense import MODELS, KVCache, initial, set_dropout_step
-from tpcode.runtime import launch
-from tpcode.training import finalize_grads
+from tpcode.runtime import RankPool, launch
+from tpcode.training import clip_grad_norm, finalize_grads
 
 TOLERANCE = 1e-10
 B, S, V, F, D = 2, 6, 11, 10, 2  # t = 2, 3, 4 and 9 divide neither V nor, most of them, F
@@ -249,6 +250,22 @@ def tied_through_load_and_steps():
                 parameter -= 0.1 * parameter.grad
     named = [name for name, _ in split.named_parameters()]
     return named, list(split.state_dict()), split.head.weight is split.embedding.weight, differences
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_model_on_ranks_does_not_wait_for_the_compiler(family):
+    """Many operations on "meta" import torch._dynamo, and a second is gone on every rank of every job."""
+
+    def life():
+        model = ParallelTransformer(config_of(family, heads="9 heads"))
+        model.loss(torch.zeros(B, S, dtype=torch.long), torch.zeros(B, S, dtype=torch.long)).backward()
+        finalize_grads(model)
+        clip_grad_norm(model, 1.0)
+        ParallelTransformer.from_dense(model.to_dense())
+        return "torch._dynamo" in sys.modules
+
+    with RankPool(3) as pool:
+        assert pool.run(life) == [False] * 3
 
 
 def test_tied_weights_stay_one_parameter_with_the_gradients_of_both_uses():

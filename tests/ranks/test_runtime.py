@@ -100,10 +100,12 @@ def look():
 
 
 def test_a_job_leaves_nothing_to_the_next():
-    """Not vacuous: the next job runs in the same processes. (In a pool of its own: where DTensor was imported, ranks
-    that made groups are replaced.)"""
+    """Not vacuous: the next job runs in the same processes, though this one made groups and imported DTensor. (In a
+    pool of its own: ranks whose DTensor has a mesh are replaced.)"""
 
     def spoil():
+        import torch.distributed.tensor
+
         torch.set_default_dtype(torch.float64)
         torch.set_num_threads(7)
         torch.manual_seed(1234)

@@ -132,8 +132,8 @@ class GPT2(Decoder):
             )
         self.transformer = nn.ModuleDict(
             {
-                "wte": nn.Embedding(config.vocab, h, **factory),
-                "wpe": nn.Embedding(config.max_seq, h, **factory),
+                "wte": embedding(config.vocab, h, factory),
+                "wpe": embedding(config.max_seq, h, factory),
                 "h": nn.ModuleList(GPT2Block(self, i, factory) for i in range(config.layers)),
                 "ln_f": nn.LayerNorm(h, config.norm_eps, bias=self.bias, **factory),
             }
@@ -183,7 +183,7 @@ class Llama(Decoder):
         h = config.hidden
         self.model = nn.ModuleDict(
             {
-                "embed_tokens": nn.Embedding(config.vocab, h, **factory),
+                "embed_tokens": embedding(config.vocab, h, factory),
                 "layers": nn.ModuleList(LlamaBlock(self, i, factory) for i in range(config.layers)),
                 "norm": nn.RMSNorm(h, config.norm_eps, **factory),
             }
@@ -213,6 +213,12 @@ class LlamaBlock(nn.Module):
 
 
 MODELS: dict[str, type[Decoder]] = {model.family: model for model in (GPT2, Llama)}
+
+
+def embedding(rows: int, h: int, factory: dict) -> nn.Embedding:
+    """A table whose weight [rows, h] has no values yet. Left to itself, torch would draw them: on "meta" that imports
+    its whole compiler, DTensor with it, a second for every rank of every job."""
+    return nn.Embedding.from_pretrained(torch.empty(rows, h, **factory), freeze=False)
 
 
 def initial(name: str, shape: Sequence[int], layers: int, seed: int = 0, std: float | None = 0.02) -> Tensor:

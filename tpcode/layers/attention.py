@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.func import functional_call
@@ -19,7 +18,7 @@ from tpcode.dense import Attention, GPT2Attention, KVCache, attend, named_core, 
 from tpcode.layers.dropout import Dropout
 from tpcode.layers.linear import ColumnParallelLinear, RowParallelLinear, freeze_like, linear_of
 from tpcode.layers.norm import AllHeadsNorm, HeadNorm
-from tpcode.layers.placement import Placement, placements
+from tpcode.layers.placement import Placement, joined, placements
 from tpcode.layers.replicas import copy_to_replicas, replica_group
 from tpcode.shapes import HeadGroups, head_groups, require_rank
 
@@ -249,7 +248,7 @@ class GroupedPlacement(Placement):
         if ranks == 1:
             return self._whole_groups.merge(shards)
         blocks = [self._within(ranks).merge(shards[i : i + ranks]) for i in range(0, len(shards), ranks)]
-        return torch.cat(blocks, self.dim)
+        return joined(blocks, self.dim)
 
     def _ranks_to_a_group(self, t: int) -> int:
         d = self.segments[1] // self.groups
@@ -298,7 +297,7 @@ def _fused(parts: list[nn.Linear], kv_heads: int) -> nn.Linear:
 def by_kv_groups(parts: Sequence[Tensor], kv_heads: int) -> Tensor:
     """Rows of Q, of K and of V, each by heads, as one matrix by KV groups."""
     by_group = [part.unflatten(0, (kv_heads, -1)) for part in parts]
-    return torch.cat(by_group, 1).flatten(0, 1)  # [k, a/k·d + 2d, h] -> [(a + 2k)·d, h]
+    return joined(by_group, 1).flatten(0, 1)  # [k, a/k·d + 2d, h] -> [(a + 2k)·d, h]
 
 
 def _parted(fused: nn.Linear, kv_heads: int, d: int) -> list[nn.Linear]:
@@ -315,7 +314,7 @@ def _parted(fused: nn.Linear, kv_heads: int, d: int) -> list[nn.Linear]:
 def _stacked(parts: list[nn.Linear]) -> nn.Linear:
     """Q above K above V in one layer, [3h, h], as GPT-2 has it."""
     names = [name for name, _ in parts[0].named_parameters()]
-    stacked = {name: torch.cat([part.get_parameter(name).detach() for part in parts]) for name in names}
+    stacked = {name: joined([part.get_parameter(name).detach() for part in parts]) for name in names}
     return freeze_like(parts[0], linear_of(**stacked))
 
 

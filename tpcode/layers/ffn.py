@@ -13,7 +13,7 @@ from torch.nn.functional import silu
 from tpcode.comm import group_size
 from tpcode.dense import FFN, Activation, SwiGLU
 from tpcode.layers.linear import ColumnParallelLinear, RowParallelLinear, freeze_like, linear_of
-from tpcode.layers.placement import Placement, placements
+from tpcode.layers.placement import Placement, joined, placements
 
 
 class ParallelFFN(nn.Module):
@@ -143,7 +143,7 @@ def _fused(gate: nn.Linear, up: nn.Linear) -> nn.Linear:
         if parameter.requires_grad != up.get_parameter(name).requires_grad:
             raise ValueError(f"gate_proj.{name} and up_proj.{name} become one parameter: freeze both or neither")
     pairs = {name: (parameter, up.get_parameter(name)) for name, parameter in gate.named_parameters()}
-    return freeze_like(gate, linear_of(**{name: torch.cat(pair).detach() for name, pair in pairs.items()}))
+    return freeze_like(gate, linear_of(**{name: joined(pair).detach() for name, pair in pairs.items()}))
 
 
 def _parted(fused: nn.Linear) -> tuple[nn.Linear, nn.Linear]:

@@ -72,7 +72,7 @@ class Placement:
         self._require_size(whole, self.true_size, f"a whole over t = {t}")
         parts = whole.split(self.segments, self.dim)
         shares = zip(parts, self._shares(t, what), self._replicas(), strict=True)
-        return torch.cat([self._share(part, size, rank // copies) for part, size, copies in shares], self.dim)
+        return joined([self._share(part, size, rank // copies) for part, size, copies in shares], self.dim)
 
     def merge(self, shards: Sequence[Tensor]) -> Tensor:
         """The whole parameter from every rank's shard, in rank order, without padding. Of replicas the first counts.
@@ -90,9 +90,9 @@ class Placement:
         by_rank = [shard.split(shares, self.dim) for shard in shards]
         wholes = []
         for number, (size, copies) in enumerate(zip(self.segments, self._replicas(), strict=True)):
-            joined = torch.cat([parts[number] for parts in by_rank[::copies]], self.dim)
-            wholes.append(joined.narrow(self.dim, 0, size))
-        return torch.cat(wholes, self.dim)
+            padded = joined([parts[number] for parts in by_rank[::copies]], self.dim)
+            wholes.append(padded.narrow(self.dim, 0, size))
+        return joined(wholes, self.dim)
 
     def rows(self, rank: int, t: int) -> Tensor:
         """The whole's index of each of the shard's entries along `dim`: [shard size], -1 for padding."""
@@ -127,12 +127,22 @@ class Placement:
         piece = part.narrow(self.dim, start, min(size, part.shape[self.dim] - start))
         shape = list(part.shape)
         shape[self.dim] = size - piece.shape[self.dim]
-        return torch.cat([piece, part.new_zeros(shape)], self.dim)
+        padding = torch.zeros(shape, dtype=part.dtype, device=part.device)
+        return joined([piece, padding], self.dim)
 
     def _require_size(self, tensor: Tensor, size: int, what: str) -> None:
         shape = list(tensor.shape)
         if self.dim >= len(shape) or shape[self.dim] != size:
             raise ValueError(f"{what} must have {size} along dimension {self.dim}, and its shape is {shape}")
+
+
+def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """`torch.cat`; of "meta" tensors without the compiler, which torch would import (see `dense.models.embedding`)."""
+    if not parts[0].is_meta:
+        return torch.cat(tuple(parts), dim)
+    shape = list(parts[0].shape)
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    return torch.empty(shape, dtype=parts[0].dtype, device="meta")
 
 
 def placements(module: nn.Module) -> dict[str, Placement]:

@@ -220,8 +220,13 @@ class Rank:
             dist.destroy_process_group(group)
         if groups:
             gc.collect()  # their threads and sockets go now, not in the middle of the next job
-        # DTensor keeps meshes in caches of its own, with the groups that were just destroyed.
-        return not (groups and "torch.distributed.tensor" in sys.modules)
+        return not (groups and _has_meshes())
+
+
+def _has_meshes() -> bool:
+    """Whether there is a DeviceMesh still: DTensor keeps them in caches of its own, with groups that are destroyed."""
+    module = sys.modules.get("torch.distributed.device_mesh")
+    return module is not None and any(type(thing) is module.DeviceMesh for thing in gc.get_objects())
 
 
 def inside_rank() -> bool:
