@@ -4,8 +4,9 @@ At t = 9 each of the 3 KV heads is on 3 ranks, and the FFN's 1536 are filled up 
 in float32 whatever it is given; for the float64 logits torch's norm stands in its place.
 """
 
-import functools
 import os
+from functools import cache
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,8 +18,6 @@ from tpcode.comm import all_gather
 from tpcode.generate import generate
 from tpcode.runtime import launch
 
-transformers = pytest.importorskip("transformers")
-
 PROMPT = "The capital of France is"
 TOKENS = {1: 16, 3: 16, 9: 8}  # nine ranks on two cores take seconds for a token
 
@@ -27,13 +26,16 @@ def prompt_ids():
     return torch.tensor([smollm2_tokenizer().encode(PROMPT).ids])
 
 
-@functools.cache
+@cache
 def theirs():
     """Logits in float64 and float32, and the greedy text's ids."""
+    gguf, transformers = map(pytest.importorskip, ("gguf", "transformers"))  # here, since ranks import this file
     file, ids = smollm2_file(), prompt_ids()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        os.path.dirname(file), gguf_file=file.name, dtype=torch.float32
-    ).eval()
+    # It reads the file twice, and makes a table of names for every module: ten seconds for nothing.
+    with patch.multiple(gguf, GGUFReader=cache(gguf.GGUFReader), get_tensor_name_map=cache(gguf.get_tensor_name_map)):
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            os.path.dirname(file), gguf_file=file.name, dtype=torch.float32
+        ).eval()
     with torch.no_grad():
         narrow = model(ids).logits
         text = model.generate(
@@ -74,7 +76,7 @@ def ours(ids, n):
     return logits if dist.get_rank() == 0 else None, text, sum(read), held
 
 
-ours_at = functools.cache(lambda t: launch(ours, t, prompt_ids(), TOKENS[t]))
+ours_at = cache(lambda t: launch(ours, t, prompt_ids(), TOKENS[t]))
 
 
 @pytest.mark.parametrize("t", TOKENS)

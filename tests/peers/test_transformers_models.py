@@ -16,8 +16,6 @@ from torch import nn
 from tpcode.checkpoint import load, merge, save
 from tpcode.runtime import launch
 
-transformers = pytest.importorskip("transformers")
-
 TOLERANCE = 1e-10
 B, S, V = 2, 6, 11
 CASES = {
@@ -29,6 +27,7 @@ CASES = {
 
 
 def theirs(name):
+    transformers = pytest.importorskip("transformers")  # here, since ranks import this file
     family, options = CASES[name]
     if family == "GPT2":
         sizes = {"n_embd": 8, "n_head": 4, "n_layer": 2, "n_inner": 10, "n_positions": S}
@@ -119,6 +118,7 @@ def test_hugging_face_reads_what_four_ranks_saved_and_one_merged(name, directori
     logits, _, _ = wanted(name, directories[name])
     launch(saved, 4, directories[name], tmp_path / "shards")
     merge(tmp_path / "shards", tmp_path / "merged")
+    transformers = pytest.importorskip("transformers")
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "merged", dtype=torch.float64, attn_implementation="sdpa", output_loading_info=True
     )
