@@ -88,8 +88,8 @@ HIDE_REPEATED_TOKENS = """() => {
   const looks = new Set();
   for (const token of document.querySelectorAll('pre span:not(:has(*))')) {
     const {color, fontSize, fontWeight, backgroundColor} = getComputedStyle(token);
-    const boxes = [token.closest('div.highlight, pre'), token.closest('pre')].map(e => getComputedStyle(e).backgroundColor);
-    const look = [color, fontSize, fontWeight, backgroundColor, token.parentElement.tagName, ...boxes].join();
+    const ground = getComputedStyle(token.closest('pre')).backgroundColor;
+    const look = [color, fontSize, fontWeight, backgroundColor, token.parentElement.tagName, ground].join();
     if (looks.has(look)) token.style.visibility = 'hidden';
     looks.add(look);
   }

@@ -1,33 +1,21 @@
 """Chapter 2's worked integers tell each collective from the others, and its ring is the one that the picture draws."""
 
-import contextlib
-import io
-import json
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from notebook_reading import cells_of, defined_by
 
 from tpcode.comm import Event
 from tpcode.figures.collectives import after, ring_steps
 
-NOTEBOOK = Path(__file__).parents[2] / "chapters/02_ranks_and_collectives.ipynb"
-CELLS = {cell["id"]: cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]}
-
-
-def run(name: str) -> dict:
-    """The names that a cell defines by itself."""
-    names: dict = {}
-    with contextlib.redirect_stdout(io.StringIO()):
-        exec("".join(CELLS[name]["source"]), names)
-    return names
+CELLS = cells_of(2)
 
 
 @pytest.fixture(scope="module")
 def by_hand() -> dict:
-    return run("by-hand")
+    return defined_by(CELLS, "by-hand")
 
 
 def test_what_is_typed_by_hand_is_what_the_pictures_compute(by_hand):
@@ -63,7 +51,7 @@ def test_no_number_stands_twice(by_hand):
 
 
 def test_the_ring_by_hand_is_the_reduce_scatter_of_the_ring_that_is_drawn():
-    names = run("reduce-scatter-ring")
+    names = defined_by(CELLS, "reduce-scatter-ring")
     t = names["t"]
     half_way = ring_steps([[1, 2, 3], [10, 20, 30], [100, 200, 300]])[t - 1]
     assert names["held"] == [[chunk.value for chunk in chunks] for chunks in half_way.held]

@@ -1,22 +1,14 @@
 """Chapter 4's worked integers tell the right parts and gradients from the wrong ones that its exercises list."""
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
-
-NOTEBOOK = Path(__file__).parents[2] / "chapters/04_row_split.ipynb"
+from notebook_reading import cells_of, defined_by
 
 
 @pytest.fixture(scope="module")
 def page() -> dict:
     """The names that the cells of the worked example define."""
-    cells = {cell["id"]: "".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]}
-    names: dict = {}
-    for cell in ("product", "backward"):
-        exec(cells[cell], names)
-    return names
+    return defined_by(cells_of(4), "product", "backward")
 
 
 def rows(*matrices):

@@ -1,28 +1,21 @@
 """Chapter 5's worked integers tell the right FFN from the wrong ones that the page and its exercises list."""
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
+from notebook_reading import cells_of, defined_by, source
 
 from tpcode import byhand
 
-NOTEBOOK = Path(__file__).parents[2] / "chapters/05_ffn_column_then_row.ipynb"
-
 
 @pytest.fixture(scope="module")
-def cells() -> dict[str, str]:
-    return {cell["id"]: "".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]}
+def cells() -> dict[str, dict]:
+    return cells_of(5)
 
 
 @pytest.fixture(scope="module")
 def page(cells) -> dict:
     """The names that the cells of the worked example define."""
-    names: dict = {}
-    for cell in ("first-product", "forward", "backward", "by-hand-equal"):
-        exec(cells[cell], names)
-    return names
+    return defined_by(cells, "first-product", "forward", "backward", "by-hand-equal")
 
 
 def all_differ(right, *wrong):
@@ -31,11 +24,7 @@ def all_differ(right, *wrong):
 
 
 def test_the_ffn_is_that_of_chapter_1(page):
-    chapter_1 = json.loads(NOTEBOOK.with_name("01_one_gpu_ffn.ipynb").read_text(encoding="utf-8"))["cells"]
-    names: dict = {}
-    for cell in chapter_1:
-        if cell["id"] in ("forward", "backward"):
-            exec("".join(cell["source"]), names)
+    names = defined_by(cells_of(1), "forward", "backward")
     for name in ("X", "A", "B", "dY", "Y", "dX"):
         assert np.array_equal(page[name], names[name]), name
 
@@ -85,8 +74,7 @@ def test_columns_then_rows_is_the_only_pairing_that_needs_no_word(page):
 
 
 def test_the_numbers_of_gelu_refute_and_are_told_from_relu(cells):
-    names: dict = {}
-    exec(cells["gelu"], names)
+    names = defined_by(cells, "gelu")
     first, second = names["first"], names["second"]
     apart, together = byhand.gelu(first) + byhand.gelu(second), byhand.gelu(first + second)
     assert round(apart) == 3 and -0.1 < together < 0  # the text: 3, and a little below 0
@@ -94,7 +82,7 @@ def test_the_numbers_of_gelu_refute_and_are_told_from_relu(cells):
 
 
 def test_plain_chunks_and_shares_of_each_segment_differ_on_every_rank(cells, capsys):
-    exec(cells["fused-columns"], {"np": np})
+    exec(source(cells["fused-columns"]), {"np": np})
     lines = capsys.readouterr().out.splitlines()
     plain, shares = ([line.split(": ")[1].split() for line in lines[start : start + 2]] for start in (1, 4))
     for rank in range(2):

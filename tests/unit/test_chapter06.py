@@ -1,27 +1,21 @@
 """Chapter 6's worked numbers tell the right attention from the wrong ones that the page and its exercises list."""
 
-import json
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
+from notebook_reading import CHAPTERS, cells_of, defined_by, source
 
 from tpcode import byhand
 
-NOTEBOOK = Path(__file__).parents[2] / "chapters/06_attention_heads.ipynb"
 LN2 = np.log(2)
 
 
 @pytest.fixture(scope="module")
 def page() -> dict:
     """The names that the cells of the worked examples define."""
-    cells = {cell["id"]: "".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]}
-    names: dict = {}
-    for cell in ("inside", "wide", "forward", "backward", "replicas"):
-        exec(cells[cell], names)
-    return names
+    return defined_by(cells_of(6), "inside", "wide", "forward", "backward", "replicas")
 
 
 def all_differ(right, *wrong):
@@ -118,7 +112,6 @@ def test_replicas_have_unequal_parts_and_their_sum_is_the_dense_gradient(page):
 
 
 def test_statement_4_of_chapter_0_is_settled_here():
-    pretest = yaml.safe_load(NOTEBOOK.with_name("00_pretest.yaml").read_text(encoding="utf-8"))
+    pretest = yaml.safe_load((CHAPTERS / "00_pretest.yaml").read_text(encoding="utf-8"))
     assert pretest[3]["chapter"] == 6 and pretest[3]["verdict"] == "wrong"
-    cells = {cell["id"]: "".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]}
-    assert "Statement 4 of chapter 0 was false." in cells["layers-answer"]
+    assert "Statement 4 of chapter 0 was false." in source(cells_of(6)["layers-answer"])

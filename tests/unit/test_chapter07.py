@@ -1,24 +1,16 @@
 """Chapter 7's worked integers tell the right rows, losses and gradients from the wrong ones that its exercises list."""
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-
-NOTEBOOK = Path(__file__).parents[2] / "chapters/07_vocabulary_and_loss.ipynb"
+from notebook_reading import cells_of, defined_by
 
 
 @pytest.fixture(scope="module")
 def page() -> dict:
     """The names that the cells of the worked examples define."""
-    cells = {cell["id"]: "".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]}
-    names: dict = {"torch": torch}
     worked = ("lookup-figure", "lookup", "lookup-gradient", "head-figure", "loss-by-hand", "backward-by-hand")
-    for cell in worked:
-        exec(cells[cell], names)
-    return names
+    return defined_by(cells_of(7), *worked, torch=torch)
 
 
 def rows(*matrices):

@@ -1,32 +1,25 @@
 """Chapter 8's worked integers tell right from wrong, and its own model and formula are the package's."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
+from notebook_reading import cells_of, defined_by, source
 
 from tpcode import byhand
 
 ROOT = Path(__file__).parents[2]
-NOTEBOOK = ROOT / "chapters/08_a_whole_transformer.ipynb"
 
 
 @pytest.fixture(scope="module")
 def cells() -> dict[str, dict]:
-    return {cell["id"]: cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]}
-
-
-def source(cells, id: str) -> str:
-    return "".join(cells[id]["source"])
+    return cells_of(8)
 
 
 @pytest.fixture(scope="module")
 def fork(cells) -> dict:
-    names: dict = {}
-    exec(source(cells, "fork"), names)
-    return names
+    return defined_by(cells, "fork")
 
 
 def test_each_wrong_way_past_the_fork_is_another(fork):
@@ -38,7 +31,7 @@ def test_each_wrong_way_past_the_fork_is_another(fork):
 
 
 def test_the_numbers_in_the_text_are_those_of_the_cell(fork, cells):
-    text = source(cells, "fork-text")
+    text = source(cells["fork-text"])
     for vector in (fork["x"], *fork["y_of"], fork["d_new"], *fork["dx_of"]):
         assert str(vector) in text
 
@@ -46,7 +39,7 @@ def test_the_numbers_in_the_text_are_those_of_the_cell(fork, cells):
 @pytest.fixture(scope="module")
 def formula(cells):
     names: dict = {}
-    exec(source(cells, "volume").split("\n\n\nequal")[0], names)
+    exec(source(cells["volume"]).split("\n\n\nequal")[0], names)
     return names["wire_elements"]
 
 
@@ -79,7 +72,7 @@ def test_the_operations_of_a_norm_are_counted_from_its_formula(cells):
     """Mean, difference, square, add, scale, weight, bias: a norm of h numbers written out, and every operation on an
     entry counted."""
     names: dict = {}
-    exec(source(cells, "by-hand").split("\n\n\n")[0], names)
+    exec(source(cells["by-hand"]).split("\n\n\n")[0], names)
 
     class Counted(np.ndarray):
         count = 0
@@ -110,7 +103,7 @@ def test_the_stored_run_learns_and_says_that_three_runs_are_one_curve(cells):
 def test_statement_5_of_chapter_0_is_settled_here(cells):
     pretest = yaml.safe_load((ROOT / "chapters/00_pretest.yaml").read_text(encoding="utf-8"))
     assert pretest[4]["chapter"] == 8 and pretest[4]["verdict"] == "wrong"
-    assert "Statement 5 of chapter 0 was false." in source(cells, "layer-answer")
+    assert "Statement 5 of chapter 0 was false." in source(cells["layer-answer"])
 
 
 def test_parallel_blocks_are_another_function():

@@ -1,34 +1,24 @@
 """Chapter 9's worked integers tell the right masks, norms and rows from the wrong ones that the page and its exercises
 list; and the page's wrong runs are wrong in the way that it says."""
 
-import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
+from notebook_reading import cells_of, defined_by, printed
 
 from tpcode.layers import Placement
 
-NOTEBOOK = Path(__file__).parents[2] / "chapters/09_details_that_bite.ipynb"
-
 
 @pytest.fixture(scope="module")
-def cells() -> dict:
-    return {cell["id"]: cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]}
+def cells() -> dict[str, dict]:
+    return cells_of(9)
 
 
 @pytest.fixture(scope="module")
 def page(cells) -> dict:
     """The names that the cells of the worked examples define."""
-    names: dict = {}
-    for cell in ("init-rules", "drop-by-hand", "norm-by-hand", "norm-counted", "files-rows", "files-naive"):
-        exec("".join(cells[cell]["source"]), names)
-    return names
-
-
-def printed(cell: dict) -> str:
-    return "".join("".join(output.get("text", "")) for output in cell["outputs"])
+    return defined_by(cells, "init-rules", "drop-by-hand", "norm-by-hand", "norm-counted", "files-rows", "files-naive")
 
 
 def test_each_rule_for_first_weights_gives_another_weight(page):

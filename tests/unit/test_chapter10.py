@@ -1,30 +1,20 @@
 """Chapter 10's cells say what its text says, and its stored bytes are the formula's."""
 
-import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from notebook_reading import cells_of, printed, prose
 
 from tpcode.config import Layout, ModelConfig
 from tpcode.cost.memory import extra_flops, fits, layer_bytes
 
-NOTEBOOK = Path(__file__).parents[2] / "chapters/10_memory.ipynb"
 MODEL = replace(ModelConfig.preset("k22-22b"), dropout=0.1)
 
 
 @pytest.fixture(scope="module")
-def cells() -> dict:
-    return {cell["id"]: cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]}
-
-
-def printed(cell: dict) -> str:
-    return "".join("".join(output.get("text", "")) for output in cell["outputs"])
-
-
-def text(cells: dict) -> str:
-    return "\n".join("".join(cell["source"]) for cell in cells.values() if cell["cell_type"] == "markdown")
+def cells() -> dict[str, dict]:
+    return cells_of(10)
 
 
 def test_every_comparison_with_the_meter_holds(cells):
@@ -71,7 +61,7 @@ def test_of_twelve_plans_two_fit_and_a_tenth_less_leaves_one(cells):
     assert ways == [(8, "selective"), (8, "full")]
     assert [one.recompute for one in fits(MODEL, 72e9, 4, 2048)] == ["full"]
     of_18 = fits(MODEL, 80e9, 4, 2048, recipe="mixed, fp32 gradients")
-    assert [one.recompute for one in of_18] == ["full"] and "with 18 bytes for each parameter" in text(cells)
+    assert [one.recompute for one in of_18] == ["full"] and "with 18 bytes for each parameter" in prose(cells)
     words = "".join(cells["bars-of-plans"]["outputs"][0]["data"]["text/plain"])
     assert words.count("within the limit") == 2 and words.count("over the limit") == 10
     assert "t = 8, full" in printed(cells["a-tenth"])
@@ -88,9 +78,9 @@ def test_the_formulas_of_the_text_are_those_of_the_code(cells):
         "2sbh": (Layout(tp=t), "full", 2 * sbh),
     }
     for formula, (layout, recompute, value) in formulas.items():
-        assert formula in text(cells)
+        assert formula in prose(cells)
         assert layer_bytes(MODEL, b, s, layout, recompute=recompute) == pytest.approx(value, rel=1e-12)
     llama = ModelConfig.preset("llama-3-8b")
     by_hand = s * b * llama.hidden * (12 + 4 * llama.kv_heads / llama.heads) + 6 * s * b * llama.ffn
-    assert "sbh(12 + 4k/a) + 6sbF" in text(cells)
+    assert "sbh(12 + 4k/a) + 6sbF" in prose(cells)
     assert layer_bytes(llama, b, s) == by_hand

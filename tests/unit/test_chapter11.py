@@ -1,7 +1,6 @@
 """Chapter 11's worked integers tell the right way from the wrong ones that the page names; its published numbers are
 those of the data file; and its runs show what its text says."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from notebook_reading import cells_of, printed, prose, source
 
 from tpcode.config import Layout, ModelConfig
 from tpcode.cost import memory
@@ -19,23 +19,13 @@ K22 = yaml.safe_load((Path(memory.__file__).parent / "published.yaml").read_text
 
 
 @pytest.fixture(scope="module")
-def cells() -> dict:
-    notebook = ROOT / "chapters/11_sequence_parallelism.ipynb"
-    return {cell["id"]: cell for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]}
-
-
-def printed(cell: dict) -> str:
-    return "".join("".join(output.get("text", "")) for output in cell["outputs"])
-
-
-def text(cells: dict) -> str:
-    return "\n".join("".join(cell["source"]) for cell in cells.values() if cell["cell_type"] == "markdown")
+def cells() -> dict[str, dict]:
+    return cells_of(11)
 
 
 def assigned(cells: dict, id: str, name: str) -> dict:
     """The literal that a cell gives to a name."""
-    source = "".join(cells[id]["source"])
-    return eval(re.search(rf"^{name} = ({{.*?^}})", source, re.DOTALL | re.MULTILINE)[1])
+    return eval(re.search(rf"^{name} = ({{.*?^}})", source(cells[id]), re.DOTALL | re.MULTILINE)[1])
 
 
 # ---- the worked integers --------------------------------------------------------------------------------------------
@@ -45,8 +35,7 @@ def test_the_halves_tell_a_norm_of_the_sum_from_other_norms(cells):
     """Rules out: summands whose normed sum equals the sum of their norms, or their norms alone, in any token that the
     page speaks of."""
     names: dict = {}
-    source = "".join(cells["halves"]["source"])
-    exec(source[: source.index("def both_ways")], names)
+    exec(source(cells["halves"]).partition("def both_ways")[0], names)
     y_of, norm = names["y_of"], names["toy_norm"]
     right = norm(y_of.sum(0))
     assert right.tolist() == [[0, 4], [0, 2], [0, 0], [6, 0]]
@@ -59,7 +48,7 @@ def test_the_halves_tell_a_norm_of_the_sum_from_other_norms(cells):
 
 def test_the_pair_tells_the_sum_from_a_ranks_own_part(cells):
     names: dict = {}
-    exec("".join(cells["pair-by-hand"]["source"]), names)
+    exec(source(cells["pair-by-hand"]), names)
     parts, dX = names["parts"], names["dX"]
     dense = np.hstack(names["dH_of"]) @ np.hstack(names["A_of"]).T
     assert dX.tolist() == dense.tolist() == [[8, 6], [7, 3]]
@@ -119,11 +108,11 @@ def test_selective_alone_fits_the_22b_model_at_16_bytes_and_not_at_18(cells):
     assert (8, "selective") in ways("mixed") and (8, "selective") not in ways("mixed, fp32 gradients")
     for recipe in ("mixed", "mixed, fp32 gradients"):  # "at 16 bytes or at 18"
         assert (8, "selective") in ways(recipe, 72e9, sequence_parallel=True)
-    assert "it counted 16 bytes for each parameter, and this table has the paper's 18" in text(cells)
+    assert "it counted 16 bytes for each parameter, and this table has the paper's 18" in prose(cells)
 
 
-def test_what_is_outside_the_layers_follows_the_formula_of_the_text(cells):
-    assert "`sbh/t · (1 + 4(1 + V/h))`" in text(cells)
+def test_what_is_outside_the_layers_follows_the_formula_of_the_prose(cells):
+    assert "`sbh/t · (1 + 4(1 + V/h))`" in prose(cells)
     model = replace(ModelConfig.preset("k22-22b"), dropout=0.1)
     ends = memory.activation_bytes(model, 4, 2048, Layout(tp=8, sequence_parallel=True)).ends
     assert ends == 4 * 2048 * model.hidden // 8 * (1 + 4 * (1 + model.vocab / model.hidden))
@@ -146,12 +135,12 @@ def test_published_numbers_are_those_of_the_data_file(cells):
     table_5 = {row[0]: tuple(row[1:3]) for row in K22["table5_end_to_end"]["rows"]}
     assert assigned(cells, "table-5", "table_5") == table_5
     layer_ms = {row[0]: row[3] for row in K22["table4_layer_ms_22B"]["rows"]}
-    assert '{"TP": 19.6, "TP + SP": 19.0}' in "".join(cells["table-5"]["source"])
+    assert '{"TP": 19.6, "TP + SP": 19.0}' in source(cells["table-5"])
     assert (layer_ms["baseline_no_recompute"], layer_ms["sequence_parallel"]) == (19.6, 19.0)
 
 
 def test_the_formulas_of_table_2_are_the_papers(cells):
     """The page's strings, in units of sbh bytes, are those of the data file divided by sbh."""
-    said = set(re.findall(r'^    "(.+?)": \(', "".join(cells["table-2"]["source"]), re.MULTILINE))
+    said = set(re.findall(r'^    "(.+?)": \(', source(cells["table-2"]), re.MULTILINE))
     paper = {name: f for name, f in K22["table2_activation_bytes_per_layer"].items() if name != "status"}
     assert said == {"2" if f == "2 sbh" else "34/t" if f == "34 sbh / t" else f[4:-1] for f in paper.values()}

@@ -1,26 +1,19 @@
 """Chapter 12's cells say what its text says; its numbers are those of `tpcode.cost`."""
 
-import json
 import re
-from pathlib import Path
 
 import pytest
+from notebook_reading import cells_of, printed, source
 
 from tpcode.config import ModelConfig
 from tpcode.cost import published
 from tpcode.cost.communication import compute_bound_tp
 from tpcode.cost.hardware import CARDS
 
-NOTEBOOK = Path(__file__).parents[2] / "chapters/12_what_communication_costs.ipynb"
-
 
 @pytest.fixture(scope="module")
-def cells() -> dict:
-    return {cell["id"]: cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]}
-
-
-def printed(cell: dict) -> str:
-    return "".join("".join(output.get("text", "")) for output in cell["outputs"])
+def cells() -> dict[str, dict]:
+    return cells_of(12)
 
 
 def numbers(text: str) -> list[float]:
@@ -50,7 +43,7 @@ def test_tensor_parallelism_sends_most_and_the_pipeline_least(cells):
 
 
 def test_what_depends_on_the_machine_is_not_compared(cells):
-    timed = [id for id, cell in cells.items() if "perf_counter" in "".join(cell["source"])]
+    timed = [id for id, cell in cells.items() if "perf_counter" in source(cell)]
     assert timed == ["measured"]
     assert "nbval-ignore-output" in cells["measured"]["metadata"]["tags"]
 
@@ -64,7 +57,7 @@ def test_megabytes_are_where_alpha_stops_to_matter(cells):
 
 def test_the_derivation_gives_the_bound(cells):
     """FLOPs over wire bytes are F/(t-1), whatever n and h; and it equals C/W where t - 1 is the package's bound."""
-    text = "".join(cells["bound-text"]["source"])
+    text = source(cells["bound-text"])
     assert "FLOPs / wire bytes = F / (t - 1)" in text and "`t < F W / C`" in text
     for n, h, F, t in ((1, 7, 30, 2), (2048, 12_288, 49_152, 8)):
         flops, wire = 2 * 2 * n * h * F / t, 2 * 2 * n * h * (t - 1) / t

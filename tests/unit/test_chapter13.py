@@ -1,14 +1,12 @@
 """Chapter 13's graph says what its text says; its two tracks are those of the package's model of a step; and the
 remedies come out as the text ranks them."""
 
-import contextlib
-import io
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from notebook_reading import cells_of, defined_by, printed
 
 from tpcode.config import Layout
 from tpcode.cost import step_time
@@ -20,23 +18,14 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def cells() -> dict:
-    notebook = json.loads((ROOT / "chapters/13_overlap.ipynb").read_text(encoding="utf-8"))
-    return {cell["id"]: cell for cell in notebook["cells"]}
-
-
-def printed(cell: dict) -> str:
-    return "".join("".join(output.get("text", "")) for output in cell["outputs"])
+def cells() -> dict[str, dict]:
+    return cells_of(13)
 
 
 @pytest.fixture(scope="module")
 def names(cells) -> dict:
     """What the cells without ranks define."""
-    defined: dict = {}
-    with contextlib.redirect_stdout(io.StringIO()):
-        for id in ("graph", "hidden", "schedule", "merged", "forty", "remedies"):
-            exec("".join(cells[id]["source"]), defined)
-    return defined
+    return defined_by(cells, "graph", "hidden", "schedule", "merged", "forty", "remedies")
 
 
 # ---- the graph ------------------------------------------------------------------------------------------------------

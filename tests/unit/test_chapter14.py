@@ -1,29 +1,18 @@
 """Chapter 14's cells say what its text says."""
 
-import json
 import re
-from pathlib import Path
 
 import pytest
+from notebook_reading import cells_of, printed, prose
 
 from tpcode.config import Layout
 from tpcode.cost.layout import coordinates
 from tpcode.cost.published import rows
 
-NOTEBOOK = Path(__file__).parents[2] / "chapters/14_tp_pp_dp_layouts.ipynb"
-
 
 @pytest.fixture(scope="module")
-def cells() -> dict:
-    return {cell["id"]: cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]}
-
-
-def printed(cell: dict) -> str:
-    return "".join("".join(output.get("text", "")) for output in cell["outputs"])
-
-
-def text(cells: dict) -> str:
-    return "\n".join("".join(cell["source"]) for cell in cells.values() if cell["cell_type"] == "markdown")
+def cells() -> dict[str, dict]:
+    return cells_of(14)
 
 
 def test_every_comparison_holds(cells):
@@ -124,4 +113,4 @@ def test_four_of_six_published_pipelines_are_the_rules(cells):
 def test_sizes_of_all_axes_multiply_to_the_world(cells):
     said = printed(cells["context"])
     assert "16384 GPUs, 131072 tokens: dp = 8" in said and "with dp = 4 it would be 8192 GPUs" in said
-    assert "tp·cp·pp·dp = world" in text(cells)
+    assert "tp·cp·pp·dp = world" in prose(cells)

@@ -1,32 +1,19 @@
 """Chapter 15's worked integers tell right from wrong, and its stored outputs are what its text says."""
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-
-NOTEBOOK = Path(__file__).parents[2] / "chapters/15_a_real_model.ipynb"
+from notebook_reading import cells_of, defined_by, printed
 
 
 @pytest.fixture(scope="module")
 def cells() -> dict[str, dict]:
-    return {cell["id"]: cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]}
-
-
-def source(cells, id: str) -> str:
-    return "".join(cells[id]["source"])
-
-
-def output(cells, id: str) -> str:
-    return "".join("".join(part["text"]) for part in cells[id]["outputs"])
+    return cells_of(15)
 
 
 def test_ranks_that_drew_different_ids_have_no_row(cells):
     """One id on all ranks is its row; no other pair is any row, so the text's "belongs to no token" holds for all."""
-    names: dict = {}
-    exec(source(cells, "two-ids"), names)
+    names = defined_by(cells, "two-ids")
     E, looked_up = names["E"], names["looked_up"]
     for first in range(4):
         for second in range(4):
@@ -44,9 +31,7 @@ def timing(cells) -> dict:
     from tpcode.checkpoint import SMOLLM2
     from tpcode.config import PRESETS
 
-    names = {"SMOLLM2": SMOLLM2, "llama": PRESETS["llama-3-70b"]}
-    exec(source(cells, "token-time"), names)
-    return names
+    return defined_by(cells, "token-time", SMOLLM2=SMOLLM2, llama=PRESETS["llama-3-70b"])
 
 
 def test_the_verdicts_on_a_tokens_time(timing):
@@ -73,15 +58,15 @@ def test_a_tokens_time_tells_each_slip(timing):
 
 
 def test_the_stored_run_says_what_the_text_says(cells):
-    said = output(cells, "same-text") + output(cells, "nine-ranks")
+    said = printed(cells["same-text"]) + printed(cells["nine-ranks"])
     assert said.count("on every rank: True") == 3 and "False" not in said and said.count("Paris.") == 3
-    caches = output(cells, "cache-bytes")
+    caches = printed(cells["cache-bytes"])
     assert caches.count("15,360 bytes a token on a rank") == 2 and "138,240 on all" in caches
-    calls = output(cells, "token-ledger")
+    calls = printed(cells["token-ledger"])
     assert calls.count("61 of") == 2 and "61 of [1, 1, 576], payload 2304 bytes each" in calls
-    apart = output(cells, "apart").splitlines()
+    apart = printed(cells["apart"]).splitlines()
     assert [line.rsplit(" ")[-1] for line in apart] == ["False", "True", "True"]
-    files = output(cells, "reshard")
+    files = printed(cells["reshard"])
     assert "51 on all" in files and "54 on all" in files and files.count("True") == 4 and "False" not in files
 
 

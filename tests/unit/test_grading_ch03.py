@@ -5,17 +5,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.functional import linear
+from verdicts import refused
 
 from tpcode.comm import all_gather, all_reduce, copy_to_tp, gather_from_tp, reduce_scatter
 from tpcode.grading import Wrong, ch03, check
-
-
-def refused(said: str, *answers):
-    with pytest.raises(Wrong) as error:
-        check(*answers)
-    assert said in str(error.value)
-    return str(error.value)
-
 
 # ---- 3.1 ------------------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import gelu, leaky_relu, linear, silu
+from verdicts import refused
 
 from tpcode.comm import (
     all_gather,
@@ -15,16 +16,8 @@ from tpcode.comm import (
     reduce_from_tp,
     scatter_to_tp,
 )
-from tpcode.grading import Wrong, ch05, check
+from tpcode.grading import ch05, check
 from tpcode.layers import ColumnParallelLinear, RowParallelLinear
-
-
-def refused(said: str, *answers):
-    with pytest.raises(Wrong) as error:
-        check(*answers)
-    assert said in str(error.value)
-    return str(error.value)
-
 
 # ---- 5.1 ------------------------------------------------------------------------------------------------------------
 

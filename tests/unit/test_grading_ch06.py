@@ -6,19 +6,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
+from verdicts import refused
 
 from tpcode.comm import all_gather, all_reduce, copy_to_tp, group_rank, group_size, reduce_from_tp
 from tpcode.dense import explicit_attention
-from tpcode.grading import Wrong, ch06, check
+from tpcode.grading import ch06, check
 from tpcode.layers import ColumnParallelLinear, RowParallelLinear
-
-
-def refused(said: str, *answers):
-    with pytest.raises(Wrong) as error:
-        check(*answers)
-    assert said in str(error.value)
-    return str(error.value)
-
 
 # ---- 6.1 ------------------------------------------------------------------------------------------------------------
 

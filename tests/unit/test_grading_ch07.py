@@ -7,23 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.functional import embedding, linear, one_hot
+from verdicts import passes, refused
 
 from tpcode.comm import all_gather, all_reduce, gather_from_tp, group_rank, group_size, reduce_from_tp
 from tpcode.grading import Wrong, ch07, check
 from tpcode.layers import vocab_parallel_cross_entropy
-
-
-def refused(said: str, *answers):
-    with pytest.raises(Wrong) as error:
-        check(*answers)
-    assert said in str(error.value)
-    return str(error.value)
-
-
-def passes(capsys, id, *answers):
-    check(id, *answers)
-    assert capsys.readouterr().out.startswith(f"{id} right")
-
 
 # ---- 7.1 ------------------------------------------------------------------------------------------------------------
 

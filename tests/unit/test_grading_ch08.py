@@ -6,24 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from verdicts import passes, refused
 
 from tpcode.comm import all_reduce, copy_to_tp, gather_from_tp, group_size, reduce_from_tp
-from tpcode.grading import Wrong, ch08, check
+from tpcode.grading import ch08
 from tpcode.grading.ch08 import AttentionPart, FFNPart
 from tpcode.layers import LayerNorm, ParallelAttention, ParallelFFN
-
-
-def refused(said: str, *answers, **named):
-    with pytest.raises(Wrong) as error:
-        check(*answers, **named)
-    assert said in str(error.value)
-    return str(error.value)
-
-
-def passes(capsys, id, *answers, **named):
-    check(id, *answers, **named)
-    assert capsys.readouterr().out.startswith(f"{id} right")
-
 
 # ---- 8.1 ------------------------------------------------------------------------------------------------------------
 

@@ -7,23 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
+from verdicts import passes, refused
 
 from tpcode.comm import all_gather, all_reduce, group_rank, group_size
 from tpcode.dense import keyed_generator
-from tpcode.grading import Wrong, ch09, check
-
-
-def refused(said: str, *answers):
-    with pytest.raises(Wrong) as error:
-        check(*answers)
-    assert said in str(error.value)
-    return str(error.value)
-
-
-def passes(capsys, id, *answers):
-    check(id, *answers)
-    assert capsys.readouterr().out.startswith(f"{id} right")
-
+from tpcode.grading import ch09
 
 # ---- 9.1 ------------------------------------------------------------------------------------------------------------
 

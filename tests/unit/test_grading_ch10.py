@@ -3,26 +3,14 @@
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from verdicts import passes, refused
 
 from tpcode.config import Layout
 from tpcode.cost.memory import fits, kept_tensors, layer_bytes
 from tpcode.dense import GPT2
-from tpcode.grading import Wrong, ch10, check
+from tpcode.grading import ch10, check
 from tpcode.grading.ch10 import CASES, GB, SCORES, SEQUENCE, STREAM, model_22b, on_one_device
 from tpcode.meter import saved_for_backward
-
-
-def refused(said: str, *answers):
-    with pytest.raises(Wrong) as error:
-        check(*answers)
-    assert said in str(error.value)
-    return str(error.value)
-
-
-def passes(capsys, id, *answers):
-    check(id, *answers)
-    assert capsys.readouterr().out.startswith(f"{id} right")
-
 
 # ---- 10.1 -----------------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.functional import linear
+from verdicts import passes, refused
 
 from tpcode.comm import (
     all_gather,
@@ -18,20 +19,7 @@ from tpcode.comm import (
     reduce_scatter_sequence,
     scatter_sequence,
 )
-from tpcode.grading import Wrong, ch11, check
-
-
-def refused(said: str, *answers, **named):
-    with pytest.raises(Wrong) as error:
-        check(*answers, **named)
-    assert said in str(error.value)
-    return str(error.value)
-
-
-def passes(capsys, id, *answers, **named):
-    check(id, *answers, **named)
-    assert capsys.readouterr().out.startswith(f"{id} right")
-
+from tpcode.grading import ch11
 
 # ---- 11.1 -----------------------------------------------------------------------------------------------------------
 

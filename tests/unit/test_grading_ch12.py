@@ -3,25 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from verdicts import passes, refused
 
 from tpcode.config import Layout, ModelConfig
 from tpcode.cost.communication import AlphaBeta, compute_bound_tp, fit_alpha_beta, tp_layer
 from tpcode.cost.hardware import CARDS, card
-from tpcode.grading import Wrong, ch12, check
+from tpcode.grading import ch12, check
 from tpcode.grading.ch12 import BSH, CASES, LINKS, SHEETS, largest, recorded, sizes_of_t
-
-
-def refused(said: str, *answers):
-    with pytest.raises(Wrong) as error:
-        check(*answers)
-    assert said in str(error.value)
-    return str(error.value)
-
-
-def passes(capsys, id, *answers):
-    check(id, *answers)
-    assert capsys.readouterr().out.startswith(f"{id} right")
-
 
 # ---- 12.1 -----------------------------------------------------------------------------------------------------------
 

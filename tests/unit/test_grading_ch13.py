@@ -3,22 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
+from verdicts import passes, refused
 
 from tpcode.comm import all_gather, all_reduce, all_reduce_async, reduce_scatter
-from tpcode.grading import Wrong, ch13, check
-
-
-def refused(said: str, *answers, **named):
-    with pytest.raises(Wrong) as error:
-        check(*answers, **named)
-    assert said in str(error.value), str(error.value)
-    return str(error.value)
-
-
-def passes(capsys, id, *answers, **named):
-    check(id, *answers, **named)
-    assert capsys.readouterr().out.startswith(f"{id} right")
-
+from tpcode.grading import ch13
 
 # ---- 13.1 -----------------------------------------------------------------------------------------------------------
 

@@ -5,24 +5,12 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from verdicts import passes, refused
 
 from tpcode.cost.communication import bubble_fraction, pp_microbatch, tp_layer
 from tpcode.cost.layout import layout_of
 from tpcode.cost.workload import Workload
-from tpcode.grading import Wrong, ch14, check
-
-
-def refused(said: str, *answers):
-    with pytest.raises(Wrong) as error:
-        check(*answers)
-    assert said in str(error.value)
-    return str(error.value)
-
-
-def passes(capsys, id, *answers):
-    check(id, *answers)
-    assert capsys.readouterr().out.startswith(f"{id} right")
-
+from tpcode.grading import ch14
 
 # ---- 14.1 -----------------------------------------------------------------------------------------------------------
 

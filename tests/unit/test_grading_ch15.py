@@ -3,23 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
+from verdicts import passes, refused
 
 from tpcode.comm import all_gather, all_reduce, broadcast, group_rank, group_size
 from tpcode.generate import sample
-from tpcode.grading import Wrong, ch15, check
+from tpcode.grading import ch15
 from tpcode.grading.ch15 import WORDS, A, D, K, V
-
-
-def refused(said: str, *answers):
-    with pytest.raises(Wrong) as error:
-        check(*answers)
-    assert said in str(error.value)
-
-
-def passes(capsys, id, *answers):
-    check(id, *answers)
-    assert capsys.readouterr().out.startswith(f"{id} right")
-
 
 # ---- 15.1 -----------------------------------------------------------------------------------------------------------
 
