@@ -79,7 +79,7 @@ bench: .venv/.peers  ## tpcode bench; how ranks start; an FFN beside Megatron-co
 	@$(BIN)/python tools/bench_ranks.py
 	@$(BIN)/python tools/bench_layers.py
 	@$(BIN)/python tools/bench_generate.py
-	@$(BIN)/python tools/bench_overlap.py
+	@$(BIN)/python -m tools.bench_overlap
 
 # ---- writing --------------------------------------------------------------------------------------------------------
 

@@ -14,14 +14,11 @@ little.
 import argparse
 import json
 import os
-import shutil
-import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -29,10 +26,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tools.namespaces import NoNamespaces, linked_namespaces
 from tpcode.comm import copy_to_tp, reduce_from_tp
 from tpcode.dense import FFN
-from tpcode.layers import ParallelFFN
-from tpcode.layers.chunked import ChunkedFFN
+from tpcode.layers import ChunkedFFN, ParallelFFN
 
 HIDDEN, TOKENS, ROUNDS, CHUNKS = 1024, 1024, 24, 4
 RATE = "1gbit"
@@ -122,84 +119,7 @@ def result(seconds: dict[str, list[float]]) -> Result:
     return Result(statistics.median(floor), over, len(floor))
 
 
-# ---- two hosts on one machine ---------------------------------------------------------------------------------------
-
-
-class NoNamespaces(RuntimeError):
-    """Network namespaces cannot be made here; the message says why, and what would help."""
-
-
-@dataclass(frozen=True)
-class Host:
-    """A network namespace with one device in it."""
-
-    namespace: str
-    device: str
-    address: str
-
-
-def two_hosts(number: int | None = None) -> tuple[Host, Host]:
-    """Names that no other process of this machine uses. (A device's name has 15 characters at most.)"""
-    number = os.getpid() if number is None else number
-    return tuple(Host(f"tpcode-{number}-{i}", f"tp{number}x{i}", f"10.97.53.{i + 1}") for i in range(2))
-
-
-def making(hosts: tuple[Host, Host], rate: str) -> list[list[str]]:
-    """The commands that make two namespaces and the link between them."""
-    one, other = hosts
-    commands = [["ip", "netns", "add", host.namespace] for host in hosts]
-    commands.append(["ip", "link", "add", one.device, "type", "veth", "peer", "name", other.device])
-    for host in hosts:
-        inside = ["ip", "-n", host.namespace]
-        commands += [
-            ["ip", "link", "set", host.device, "netns", host.namespace],
-            [*inside, "addr", "add", f"{host.address}/24", "dev", host.device],
-            [*inside, "link", "set", "lo", "up"],
-            [*inside, "link", "set", host.device, "up"],
-            ["tc", "-n", host.namespace, "qdisc", "add", "dev", host.device, "root", "tbf",
-             "rate", rate, "burst", "256kb", "latency", "100ms"],
-        ]  # fmt: skip
-    return commands
-
-
-def removing(hosts: tuple[Host, Host]) -> list[list[str]]:
-    """The commands that remove them. With a namespace goes the device in it, and with a device its peer; a device that
-    never came into its namespace is removed by name."""
-    commands = [["ip", "link", "del", host.device] for host in hosts]
-    return commands + [["ip", "netns", "del", host.namespace] for host in hosts]
-
-
-def run_command(command: list[str]) -> subprocess.CompletedProcess:
-    return subprocess.run(command, capture_output=True, text=True, timeout=20)
-
-
-@contextmanager
-def linked_namespaces(rate: str = RATE, run: Callable = run_command) -> Iterator[tuple[Host, Host]]:
-    """Two hosts with a link of this rate between them; removed at the end, whatever happens.
-
-    Args:
-        run: what runs a command.
-
-    Raises:
-        NoNamespaces: they cannot be made.
-    """
-    for tool in ("ip", "tc"):
-        if shutil.which(tool) is None:
-            raise NoNamespaces(f"no network namespaces: there is no `{tool}` here (Debian: apt install iproute2)")
-    hosts = two_hosts()
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a kill, too, removes what was made
-    try:
-        for command in making(hosts, rate):
-            done = run(command)
-            if done.returncode:
-                why = done.stderr.strip() or f"exit code {done.returncode}"
-                hint = "" if os.geteuid() == 0 else "; it takes root"
-                raise NoNamespaces(f"no network namespaces: `{' '.join(command)}` said: {why}{hint}")
-        yield hosts
-    finally:
-        for command in removing(hosts):
-            run(command)
-        signal.signal(signal.SIGTERM, before)
+# ---- over a link -----------------------------------------------------------------------------------------------------
 
 
 def over_the_link(arguments: list[str], rate: str = RATE, limit: float = 600) -> dict[str, list[float]]:
@@ -220,7 +140,8 @@ def over_the_link(arguments: list[str], rate: str = RATE, limit: float = 600) ->
                     "RANK": str(rank),
                     "WORLD_SIZE": "2",
                 }
-                command = ["ip", "netns", "exec", host.namespace, sys.executable, __file__, *arguments, "--as-rank"]
+                bench = [sys.executable, "-m", "tools.bench_overlap", *arguments, "--as-rank"]
+                command = ["ip", "netns", "exec", host.namespace, *bench]
                 ranks.append(
                     subprocess.Popen(
                         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

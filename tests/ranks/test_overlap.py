@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tools import bench_overlap
+from tools import bench_overlap, namespaces
 from tpcode import RankPool
 from tpcode.comm import (
     all_gather,
@@ -285,9 +285,9 @@ def test_a_busy_machine_is_measured_again(capsys):
     assert "too busy to tell" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("failing", range(len(bench_overlap.making(bench_overlap.two_hosts(7), "1gbit"))))
+@pytest.mark.parametrize("failing", range(len(namespaces.making(namespaces.two_hosts(7), "1gbit"))))
 def test_what_was_made_is_removed_whichever_command_fails(failing, monkeypatch):
-    monkeypatch.setattr(bench_overlap.shutil, "which", lambda tool: f"/sbin/{tool}")
+    monkeypatch.setattr(namespaces.shutil, "which", lambda tool: f"/sbin/{tool}")
     ran = []
 
     def run(command):
@@ -295,51 +295,51 @@ def test_what_was_made_is_removed_whichever_command_fails(failing, monkeypatch):
         failed = len(ran) == failing + 1
         return subprocess.CompletedProcess(command, int(failed), stderr="Operation not permitted" if failed else "")
 
-    refused = pytest.raises(bench_overlap.NoNamespaces, match=r"`(ip|tc) .*` said: Operation not permitted")
-    with refused, bench_overlap.linked_namespaces(run=run):
+    refused = pytest.raises(namespaces.NoNamespaces, match=r"`(ip|tc) .*` said: Operation not permitted")
+    with refused, namespaces.linked_namespaces("1gbit", run=run):
         raise AssertionError("not reached")
-    assert ran[failing + 1 :] == bench_overlap.removing(bench_overlap.two_hosts())
+    assert ran[failing + 1 :] == namespaces.removing(namespaces.two_hosts())
 
 
 def test_what_was_made_is_removed_after_a_kill(monkeypatch):
-    monkeypatch.setattr(bench_overlap.shutil, "which", lambda tool: f"/sbin/{tool}")
+    monkeypatch.setattr(namespaces.shutil, "which", lambda tool: f"/sbin/{tool}")
     ran, before = [], signal.getsignal(signal.SIGTERM)
 
     def run(command):
         ran.append(command)
         return subprocess.CompletedProcess(command, 0)
 
-    with pytest.raises(SystemExit), bench_overlap.linked_namespaces(run=run) as hosts:
+    with pytest.raises(SystemExit), namespaces.linked_namespaces("1gbit", run=run) as hosts:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(10)  # the signal comes before that
-    assert ran[-4:] == bench_overlap.removing(hosts)
+    assert ran[-4:] == namespaces.removing(hosts)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_without_ip_or_tc_it_says_so(monkeypatch):
-    monkeypatch.setattr(bench_overlap.shutil, "which", lambda tool: None)
-    refused = pytest.raises(bench_overlap.NoNamespaces, match="no `ip` here .*iproute2")
-    with refused, bench_overlap.linked_namespaces():
+    monkeypatch.setattr(namespaces.shutil, "which", lambda tool: None)
+    refused = pytest.raises(namespaces.NoNamespaces, match="no `ip` here .*iproute2")
+    with refused, namespaces.linked_namespaces("1gbit"):
         raise AssertionError("not reached")
 
 
 def test_names_fit_a_device():
-    assert all(len(host.device) <= 15 for host in bench_overlap.two_hosts(4_194_304))  # the largest process id
+    assert all(len(host.device) <= 15 for host in namespaces.two_hosts(4_194_304))  # the largest process id
 
 
 def test_namespaces_are_made_and_removed_or_refused_by_name():
     """With root they are made, limited, and gone after a failure; without, the refusal says what is missing."""
     try:
-        with bench_overlap.linked_namespaces() as hosts:
+        with namespaces.linked_namespaces("1gbit") as hosts:
             limits = [
-                bench_overlap.run_command(["tc", "-n", host.namespace, "qdisc", "show", "dev", host.device]).stdout
+                namespaces.run_command(["tc", "-n", host.namespace, "qdisc", "show", "dev", host.device]).stdout
                 for host in hosts
             ]
             raise InterruptedError
-    except bench_overlap.NoNamespaces as reason:
+    except namespaces.NoNamespaces as reason:
         assert str(reason).startswith("no network namespaces: ")
         return
     except InterruptedError:
         assert all("tbf" in limit and "rate 1Gbit" in limit for limit in limits)
-    left = bench_overlap.run_command(["ip", "netns", "list"]).stdout + bench_overlap.run_command(["ip", "link"]).stdout
+    left = namespaces.run_command(["ip", "netns", "list"]).stdout + namespaces.run_command(["ip", "link"]).stdout
     assert not any(host.namespace in left or host.device in left for host in hosts)

@@ -6,11 +6,11 @@ them: what one can reach of the other goes over that link, and ends when it is c
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import tpcode.grid
+from tools.namespaces import Host, NoNamespaces, linked_namespaces
 from tpcode import ModelConfig, RankError, RankTimeout
 from tpcode.checkpoint import CheckpointError
 from tpcode.dense import MODELS
@@ -36,46 +37,14 @@ OPTIONS = [*SIZES, "--dtype", "float64", "--lr", "0.01", "--every", "5"]
 # ---- hosts ----------------------------------------------------------------------------------------------------------
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
-
-
-@dataclass
-class Host:
-    """A namespace with one device."""
-
-    name: str
-    device: str
-    address: str
-
-    def cut(self) -> None:
-        """Pull the cable out of this host: nothing comes or goes, and nobody is told."""
-        ip("-n", self.name, "link", "set", self.device, "down")
-
-    def mend(self) -> None:
-        """Put it back."""
-        ip("-n", self.name, "link", "set", self.device, "up")
-
-
 @contextmanager
 def two_hosts():
-    """Two namespaces and a cable. Skips where they cannot be made; removes them whatever happens."""
-    if shutil.which("ip") is None:
-        pytest.skip("two hosts need network namespaces, and there is no `ip` here (Debian: apt install iproute2)")
-    hosts = [Host(f"tphost{os.getpid()}x{i}", f"cable{i}", f"10.83.19.{i + 1}") for i in range(2)]
+    """Skips where they cannot be made."""
     with ExitStack() as stack:
         try:
-            for host in hosts:
-                ip("netns", "add", host.name)
-                stack.callback(subprocess.run, ["ip", "netns", "del", host.name], capture_output=True)
-            one, other = hosts
-            ip("-n", one.name, "link", "add", one.device, "type", "veth", "peer", other.device, "netns", other.name)
-            for host in hosts:
-                ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.device)
-                ip("-n", host.name, "link", "set", host.device, "up")
-                ip("-n", host.name, "link", "set", "lo", "up")
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"two hosts need network namespaces: `{' '.join(error.cmd)}` said {error.stderr.strip()}")
+            hosts = stack.enter_context(linked_namespaces(rate=None))
+        except NoNamespaces as reason:
+            pytest.skip(str(reason))
         yield hosts
 
 
@@ -122,7 +91,7 @@ class Run:
 
 
 @contextmanager
-def training(hosts: list[Host], *options: str):
+def training(hosts: Sequence[Host], *options: str):
     """The recipe: the same command on each host, but for the node's rank; two ranks on each."""
     runs = []
     try:
@@ -140,7 +109,7 @@ def training(hosts: list[Host], *options: str):
                 "RES_OPTIONS": "timeout:1 attempts:1",
             }
             process = subprocess.Popen(
-                ["ip", "netns", "exec", host.name, *torchrun],
+                ["ip", "netns", "exec", host.namespace, *torchrun],
                 env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
             )  # fmt: skip
             runs.append(Run(process))

@@ -3,7 +3,9 @@
 import subprocess
 import sys
 import traceback
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from tpcode.grading import Wrong, check, exercise, require_checked
 from tpcode.grading.answers import blanks, calls_in, stub_in
 from tpcode.grading.compare import compare, compare_one, looks_like, part_only
 from tpcode.grading.failures import learners_part
+from tpcode.grading.numbers import number
 
 
 @exercise("80.1")
@@ -27,6 +30,19 @@ def refusal(function, *args, **kwargs) -> str:
     with pytest.raises(Wrong) as caught:
         function(*args, **kwargs)
     return str(caught.value)
+
+
+# ---- a function that returns a number -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("three", [3, 3.0, Fraction(6, 2), np.float32(3), np.array([3]), torch.tensor(3)], ids=repr)
+def test_any_kind_of_number_is_one(three):
+    assert number("f", lambda: three, ()) == 3
+
+
+@pytest.mark.parametrize("other", ["3", True, [3, 3], torch.ones(2), {}], ids=repr)
+def test_what_is_no_number_is_refused(other):
+    assert "should return one number" in refusal(number, "f", lambda: other, ())
 
 
 # ---- check ----------------------------------------------------------------------------------------------------------

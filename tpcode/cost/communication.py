@@ -520,8 +520,8 @@ def compute_bound_tp(ffn: int, on: str | Card, *, ranks_per_node: int | None = N
     """F W / C: an FFN of width F on t ranks computes for longer than it sends as long as t is below this.
 
     Each way two products of [n, h] and [h, F] take 4nhF / t FLOPs of C a second, and an all-gather and a
-    reduce-scatter of 2nh bytes each, W a second; n and h drop out. (scaling-book, "How to Scale Your Model".) Heads
-    make attention's share of a layer no better.
+    reduce-scatter of 2nh bytes each, W a second; n and h drop out. (scaling-book, "How to Scale Your Model".) A gated
+    FFN has three products and sends no more: 1.5 F W / C. Heads make attention's share of a layer no better.
 
     Args:
         ffn: F.

@@ -2,6 +2,7 @@
 
 from tpcode.figures.collectives import before_after, ring
 from tpcode.figures.curves import loss_curves
+from tpcode.figures.grids import pipeline_lanes, rank_grid
 from tpcode.figures.heads import heads_to_ranks
 from tpcode.figures.lanes import ffn_placements, ranks_as_lanes
 from tpcode.figures.matrices import cut, product
@@ -10,6 +11,7 @@ from tpcode.figures.splits import three_splits
 from tpcode.figures.stacked import stacked_bars
 from tpcode.figures.state import state_bars
 from tpcode.figures.style import Picture
+from tpcode.figures.timeline import timelines
 
 __all__ = [
     "Picture",
@@ -19,11 +21,14 @@ __all__ = [
     "heads_to_ranks",
     "loss_curves",
     "observe_layer",
+    "pipeline_lanes",
     "product",
+    "rank_grid",
     "ranks_as_lanes",
     "regions",
     "ring",
     "stacked_bars",
     "state_bars",
     "three_splits",
+    "timelines",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 
 import torch
 
@@ -24,8 +25,10 @@ def require_number(
 
 
 def number(name: str, function: Callable, args: tuple) -> float:
-    """function(*args) as a number: also a tensor or array of one element. Wrong for everything else."""
+    """function(*args) as a number: also a fraction, a tensor or array of one element. Wrong for everything else."""
     got = called(name, function, args)
+    if isinstance(got, Fraction):  # what wire bytes are
+        return float(got)
     try:
         tensor = as_tensor(got)
         if tensor.dtype != torch.bool:

@@ -2,6 +2,7 @@
 
 from tpcode.dense import KVCache, set_dropout_step
 from tpcode.layers.attention import ParallelAttention
+from tpcode.layers.chunked import ChunkedFFN
 from tpcode.layers.dropout import Dropout
 from tpcode.layers.ffn import ParallelFFN, ParallelSwiGLU
 from tpcode.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -18,6 +19,7 @@ from tpcode.layers.vocab import (
 
 __all__ = [
     "AllHeadsNorm",
+    "ChunkedFFN",
     "ColumnParallelLinear",
     "Dropout",
     "HeadNorm",
