@@ -1,14 +1,19 @@
 """Chapter 12's cells say what its text says; its numbers are those of `tpcode.cost`."""
 
 import re
+from pathlib import Path
 
 import pytest
+import yaml
 from notebook_reading import cells_of, printed, source
 
-from tpcode.config import ModelConfig
-from tpcode.cost import published
+from tpcode.config import Layout, ModelConfig
+from tpcode.cost import published, step_time
 from tpcode.cost.communication import compute_bound_tp
 from tpcode.cost.hardware import CARDS
+from tpcode.cost.workload import Workload
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +35,7 @@ def test_volumes_are_those_of_the_claims(cells):
     )
     assert layers / bound == pytest.approx(7 / 8, abs=1e-3) and layers < model < again
     assert again / layers == pytest.approx(1.5, rel=0.01)
+    assert model / layers < 1.01  # "those you could forget"
 
 
 def test_the_ledger_agrees_on_two_and_four_ranks(cells):
@@ -40,6 +46,43 @@ def test_tensor_parallelism_sends_most_and_the_pipeline_least(cells):
     sent = {axis: float(size) for axis, size in re.findall(r"(\w\w): +([\d.]+) GB", printed(cells["axes"]))}
     assert sent["tp"] > 10 * sent["dp"] > 100 * sent["pp"]
     assert sent["tp"] / 96 < sent["dp"]  # "with a single microbatch it would be gone"
+
+
+def test_the_calls_of_a_step_come_about_as_the_page_says(cells):
+    """Six all-reduces in each of 12 layers and an all-gather each way: 74 a microbatch; an eighth of bsh each way."""
+    said = re.findall(r"(\w\w): +([\d.]+) GB, in ([\d,]+) calls", printed(cells["axes"]))
+    calls = {axis: numbers(found)[0] for axis, _, found in said}
+    assert calls == {"tp": 96 * (6 * 12 + 2), "dp": 1, "pp": 96 * 2}
+    sent = {axis: float(size) for axis, size, _ in said}
+    payload = 2 * 2048 * 12_288 / 1e9
+    assert sent["tp"] == pytest.approx(96 * (6 * 12 * 2 + 2) * 7 / 8 * payload, abs=0.051)
+    assert sent["pp"] == pytest.approx(96 * 2 * payload / 8, abs=0.051)
+    assert "74 calls" in source(cells["axes-answer"])
+
+
+def test_the_model_of_a_step_is_what_the_page_says_it_is(cells):
+    """Rounds of tiles; of a layer's sums only those of backward hide; three efficiencies are fitted, no more."""
+    multiprocessors = CARDS["a100"].multiprocessors
+    half_empty, full = (
+        step_time.Gemm("", "forward", 256 * tiles, 128, 4096).tiled_flops(multiprocessors)
+        for tiles in (multiprocessors * 3 // 2, multiprocessors * 2)
+    )
+    assert half_empty == full
+    layer = step_time.layer_operations(ModelConfig.preset("gpt3-175b"), Layout(tp=8), Workload(batch=1, sequence=2048))
+    sums = [one for one in layer if isinstance(one, step_time.Collective)]
+    assert [(one.phase, one.behind is not None) for one in sums] == [("forward", False)] * 2 + [("backward", True)] * 2
+    assert len(list(step_time.FITTED)) == 3
+    said = printed(cells["reached"])
+    assert all(f"{share:.1%}" in said for share in (step_time.FITTED.link, step_time.FITTED.gemm))
+    assert f"{step_time.FITTED.link:.1%} of the speed" in source(cells["reached-answer"])
+
+
+def test_cutting_further_leaves_the_product_bound_by_arithmetic(cells):
+    said = printed(cells["product-intensity"])
+    rows = re.findall(r"n = +(\d+), t = +(\d+): +([\d.]+), (\w+)", said)
+    assert [row[3] for row in rows] == ["memory", "memory", "arithmetic", "arithmetic"]
+    needed, (_, t, at_64, _) = numbers(said)[0], rows[-1]
+    assert t == "64" and float(at_64) > 3 * needed  # "well above what is needed, even at t = 64"
 
 
 def test_what_depends_on_the_machine_is_not_compared(cells):
@@ -90,6 +133,15 @@ def test_links_are_24_12_and_9_times_slower(cells):
     assert re.findall(r"hardware: (\w+)", said) == ["True"] * 3
     multiples = [float(times) for times in re.findall(r"× *([\d.]+)", printed(cells["across"]))]
     assert multiples[0] == 1.0 and multiples[1] < 2 and multiples[2] > 10  # "less than feared", "lose it all"
+    limits = compute_bound_tp(49_152, "a100"), compute_bound_tp(49_152, "a100", ranks_per_node=8)
+    assert [int(limit) for limit in limits] == [47, 31]
+    assert "that is 47, more than a node has; over full nodes" in source(cells["interview"])
+
+
+def test_statement_8_of_chapter_0_is_settled_here(cells):
+    pretest = yaml.safe_load((ROOT / "chapters/00_pretest.yaml").read_text(encoding="utf-8"))
+    assert pretest[7]["chapter"] == 12 and pretest[7]["verdict"] == "wrong"
+    assert "Statement 8 of chapter 0 was false." in source(cells["links-answer"])
 
 
 def test_the_curve_and_its_errors_are_the_packages(cells):
@@ -119,7 +171,12 @@ def test_the_bars_show_what_the_text_says(cells):
     small = [float(size) for size in re.findall(r"kernels ([\d.]+)", words)]
     sums = [float(size) for size in re.findall(r"([\d.]+) in all", words)]
     collectives = [float(size) for size in re.findall(r"collectives ([\d.]+)", words)]
-    assert small == sorted(small) and all(1.3 < b / a < 2 for a, b in zip(small, small[1:]))
+    assert small == sorted(small) and all(1.3 < b / a < 2 for a, b in zip(small, small[1:]))  # "grows by less"
+    for name, sign in {"products": 1, "kernels": 1, "collectives": 1, "optimizer": -1}.items():
+        sizes = [sign * float(size) for size in re.findall(rf"{name} ([\d.]+)", words)]
+        assert len(sizes) == 5 and sizes == sorted(sizes)  # "only the optimizer shrinks"
+    batches = list(published.numbers()["tp_measurements"]["ultrascale_tp"]["max_batch"].values())
+    assert batches == sorted(set(batches))  # "which grows with t"
     assert [c > 0.4 * s for c, s in zip(collectives, sums)] == [False, False, False, True, True]
 
 
