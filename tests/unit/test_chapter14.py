@@ -1,13 +1,17 @@
 """Chapter 14's cells say what its text says."""
 
 import re
+from pathlib import Path
 
 import pytest
+import yaml
 from notebook_reading import cells_of, printed, prose
 
-from tpcode.config import Layout
+from tpcode.config import Layout, ModelConfig
 from tpcode.cost.layout import coordinates
 from tpcode.cost.published import rows
+
+PRETEST = Path(__file__).parents[2] / "chapters/00_pretest.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -23,13 +27,19 @@ def test_every_comparison_holds(cells):
 
 
 def test_one_axis_for_everything_waits_for_the_network(cells):
-    """R11: beyond the node, collectives take a quarter of the step, then two fifths; at 8 the state is five cards."""
-    found = re.findall(r"t = +(\d+): +(\d+) GB each, over (\w+) *, +(\d+)% coll", printed(cells["tp-alone"]))
-    shares = {int(t): (int(size), over, int(share)) for t, size, over, share in found}
+    """R11: beyond the node, collectives take a quarter of the step, then two fifths; at 8 the state is five cards. It
+    fits at 48, the first t above the forty cards that the heads allow, which waits as much and multiplies less."""
+    found = re.findall(r"t = +(\d+): +(\d+) GB each, over (\w+), +(\d+)% coll.*MFU (\d+)%", printed(cells["tp-alone"]))
+    shares = {int(t): (int(size), over, int(share)) for t, size, over, share, _ in found}
+    mfu = {int(t): int(share) for t, *_, share in found}
     assert shares[8][1] == "nvlink" and shares[8][2] < 10
     assert 4.5 < shares[8][0] / 80 < 5.5
     assert shares[16][1] == shares[32][1] == "network"
     assert 20 < shares[16][2] < 30 and 40 < shares[32][2] < 50 and shares[32][0] > 80
+    heads = ModelConfig.preset("gpt3-175b").heads
+    assert -(-int(re.search(r"the state: (\d+) GB", printed(cells["tp-alone"])).group(1)) // 80) == 40
+    assert min(t for t in range(40, heads + 1) if heads % t == 0) == 48 and shares[48][0] < 80
+    assert abs(shares[48][2] - shares[32][2]) < 3 and mfu[48] == 19 < mfu[32]
     assert "do not split over t = 64" in printed(cells["tp-alone"])
 
 
@@ -72,6 +82,12 @@ def test_8000_divides_by_8(cells):
     assert "{64: 0, 128: 0}" in said and "each has 125 features" in said
 
 
+def test_statement_10_of_chapter_0_is_settled_here(cells):
+    statement = yaml.safe_load(PRETEST.read_text(encoding="utf-8"))[9]
+    assert statement["chapter"] == 14 and statement["verdict"] == "wrong"
+    assert "Statement 10 of chapter 0 was false." in prose(cells)
+
+
 def test_zero_3_sends_the_same_while_the_arithmetic_shrinks(cells):
     found = re.findall(r"^ *(\d+) +\d +([\d.]+) +([\d.]+) +\d+ +\d+$", printed(cells["zero-3"]), re.MULTILINE)
     math_seconds, sent = ([float(row[i]) for row in found] for i in (1, 2))
@@ -90,17 +106,22 @@ def test_the_whiteboards_layout_is_the_planners_and_near_the_published_one(cells
     plans = [line.split() for line in printed(cells["plans"]).splitlines()[1:]]
     assert plans[0][:4] == ["64", "8", "8", "1"]
     best = {row[0]: row for row in reversed(plans)}
+    assert plans[2][:4] == ["64", "8", "4", "2"]  # "half the stages and two replicas, the third row"
+    assert "slowest that fits: tp 32, pp 1, dp 2" in printed(cells["refused"])
     assert [int(best[n][3]) for n in ("64", "512", "1024")] == [1, 16, 32]  # dp grows
     assert all(int(row[1]) * int(row[2]) in (32, 64) for row in best.values())  # t·p does not grow
 
 
 def test_four_of_six_published_pipelines_are_the_rules(cells):
     """R12."""
-    found = [line.split() for line in printed(cells["n21-layouts"]).splitlines()[2:]]
+    n21 = cells["n21-layouts"]
+    found = [line.split() for line in printed(n21).splitlines()[2:-1]]
     same = [row[3] == row[5] for row in found]
     assert same.count(True) == 4 and len(same) == 6
     assert {35, 64} <= {row["pp"] for row in rows("narayanan2021", "table1_weak_scaling")}
     assert {"35", "64"} <= {row[3] for row in found}
+    state, kept = map(float, re.search(r"pp 32: state ([\d.]+) GiB, activations ([\d.]+)", printed(n21)).groups())
+    assert state < 0.9 * 80 < state + kept and 18e12 / 8 / 32 / 2**30 < 0.9 * 80  # the text: it is the activations
     llama = printed(cells["llama-layout"])
     assert "dp = 64, published 64" in llama and "dp = 128, published 128" in llama
     for mfus in re.findall(r"MFU (\d+)%\n.*MFU (\d+)%\n.*MFU (\d+)%\n +published: MFU (\d+)%", llama):
@@ -112,5 +133,7 @@ def test_four_of_six_published_pipelines_are_the_rules(cells):
 
 def test_sizes_of_all_axes_multiply_to_the_world(cells):
     said = printed(cells["context"])
+    gathered, summed = map(int, re.search(r"sends (\d+) million .*\s+(\d+) million", said).groups())
+    assert gathered / summed == pytest.approx(1 / 8, rel=0.1)  # "an eighth of one all-reduce"
     assert "16384 GPUs, 131072 tokens: dp = 8" in said and "with dp = 4 it would be 8192 GPUs" in said
     assert "tp·cp·pp·dp = world" in prose(cells)

@@ -84,6 +84,19 @@ def test_lanes_draw_each_microbatch_twice_on_each_stage():
 
 
 @pytest.mark.parametrize(
+    "p, m, said",
+    [
+        (4, 8, "Each stage waits 3/8 of the time that it works."),
+        (4, 1, "Each stage waits 3 times as long as it works."),
+        (2, 1, "Each stage waits as long as it works."),
+        (1, 2, "No stage waits."),
+    ],
+)
+def test_lanes_say_how_long_a_stage_waits(p, m, said):
+    assert pipeline_lanes(p, m).alt.endswith(said)
+
+
+@pytest.mark.parametrize(
     "make, said",
     [
         (lambda: rank_grid(Layout(tp=8, dp=32), "h100"), "up to 128 ranks"),

@@ -261,9 +261,18 @@ def _lanes_in_words(p: int, m: int, v: int, stages: list[list[Slot]]) -> str:
         + f", from {float(slots[0].start):g} to {float(slots[-1].end):g}"
         for stage, slots in enumerate(stages)
     )
-    waits = _share(bubble(stages))
     batch = f"{m} microbatch{'es' if m > 1 else ''}"
     return (
         f"{p} stages as lanes with {batch}{chunks}, time to the right, F forward (1 unit), B backward (2). "
-        f"{orders}. Each stage waits {waits} of the time that it works."
+        f"{orders}. {_waiting_in_words(bubble(stages))}."
     )
+
+
+def _waiting_in_words(waits: Fraction) -> str:
+    """ "Each stage waits 3/8 of the time that it works", "Each stage waits 3 times as long as it works"."""
+    if waits == 0:
+        return "No stage waits"
+    if waits.denominator > 1:
+        return f"Each stage waits {_share(waits)} of the time that it works"
+    times = f"{_share(waits)} times " if waits > 1 else ""
+    return f"Each stage waits {times}as long as it works"
