@@ -13,10 +13,10 @@ from tpcode.grading import ch13
 NEEDS = {step: sorted(needs) for step, needs in ch13.NEEDS.items()}
 BEHIND = {
     "gather X": [],
-    "scatter Y": [],
+    "reduce-scatter Y": [],
     "gather dY": [],
     "gather X again": ["dZ", "dB", "dX"],
-    "scatter dX": ["dB", "dA"],
+    "reduce-scatter dX": ["dB", "dA"],
 }
 
 
@@ -40,10 +40,10 @@ WRONG_NEEDS = [
     ({"dB": ["gather dY"]}, ch13.A_MISSING["dB", "Z"]),
     ({"dB": ["dY_r", "Z"]}, ch13.A_MISSING["dB", "gather dY"]),
     ({"dH": ["dZ"]}, ch13.A_MISSING["dH", "H"]),
-    ({"scatter dX": ["dX", "dA"]}, ch13.SCATTER_NEEDS_DA),
+    ({"reduce-scatter dX": ["dX", "dA"]}, ch13.SCATTER_NEEDS_DA),
     ({"gather X again": ["X_r", "dY_r"]}, ch13.X_AGAIN_NEEDS),
     ({"gather X again": ["gather dY"]}, ch13.X_AGAIN_NEEDS),
-    ({"next H": ["scatter Y", "Y"]}, "Only what it needs directly: Y comes by a detour."),
+    ({"next H": ["reduce-scatter Y", "Y"]}, "Only what it needs directly: Y comes by a detour."),
     ({"next H": ["Y"]}, "needs['next H'] lacks a step."),
     ({"Z": ["H", "dZ"]}, "needs['Z'] has one too many."),
     ({"Z": ["h"]}, "'h' is no step"),
@@ -57,17 +57,17 @@ def test_wrong_edges_hear_why(wrong, said):
 
 
 WRONG_BEHIND = [
-    ({"scatter Y": ["next H"]}, ch13.NEXT_LAYER),
-    ({"scatter Y": ["Y"]}, ch13.OWN_INPUT.format(step="Y")),
+    ({"reduce-scatter Y": ["next H"]}, ch13.NEXT_LAYER),
+    ({"reduce-scatter Y": ["Y"]}, ch13.OWN_INPUT.format(step="Y")),
     ({"gather X": ["H"]}, ch13.OWN_OUTPUT.format(step="H")),
     ({"gather dY": ["dA"]}, ch13.OWN_OUTPUT.format(step="dA")),
     ({"gather X again": ["dZ", "dB", "dX", "dA"]}, ch13.OWN_OUTPUT.format(step="dA")),
-    ({"scatter dX": ["dB", "dA", "dX"]}, ch13.OWN_INPUT.format(step="dX")),
-    ({"scatter dX": ["dA"]}, ch13.ONE_MORE),
-    ({"scatter dX": []}, ch13.ONE_MORE),
+    ({"reduce-scatter dX": ["dB", "dA", "dX"]}, ch13.OWN_INPUT.format(step="dX")),
+    ({"reduce-scatter dX": ["dA"]}, ch13.ONE_MORE),
+    ({"reduce-scatter dX": []}, ch13.ONE_MORE),
     ({"gather X again": ["dX"]}, ch13.ONE_MORE),
-    ({"scatter dX": ["dA", "dB", "next H"]}, ch13.OTHER_PASS.format(step="next H")),
-    ({"scatter dX": ["dA", "dH"]}, "'dH' is none of the products"),
+    ({"reduce-scatter dX": ["dA", "dB", "next H"]}, ch13.OTHER_PASS.format(step="next H")),
+    ({"reduce-scatter dX": ["dA", "dH"]}, "'dH' is none of the products"),
 ]
 
 
@@ -78,7 +78,7 @@ def test_wrong_hiding_places_hear_why(wrong, said):
 
 def test_an_unfilled_graph_is_told_where():
     refused("not filled in yet: replace None in needs", "13.1", NEEDS | {"Z": None}, BEHIND)
-    refused("not filled in yet: replace None in behind", "13.1", NEEDS, BEHIND | {"scatter Y": None})
+    refused("not filled in yet: replace None in behind", "13.1", NEEDS, BEHIND | {"reduce-scatter Y": None})
     refused("behind has no gather X", "13.1", NEEDS, {})
     refused("needs should be a dictionary", "13.1", [], BEHIND)
 

@@ -26,19 +26,19 @@ NEEDS = {
     "H": {"gather X"},
     "Z": {"H"},
     "Y": {"Z"},
-    "scatter Y": {"Y"},
-    "next H": {"scatter Y"},
+    "reduce-scatter Y": {"Y"},
+    "next H": {"reduce-scatter Y"},
     "gather dY": {"dY_r"},
     "dZ": {"gather dY"},
     "dB": {"gather dY", "Z"},
     "dH": {"dZ", "H"},
     "gather X again": {"X_r"},
     "dX": {"dH"},
-    "scatter dX": {"dX"},
+    "reduce-scatter dX": {"dX"},
     "dA": {"dH", "gather X again"},
 }
-FORWARD = ("gather X", "H", "Z", "Y", "scatter Y", "next H")
-COLLECTIVES = ("gather X", "scatter Y", "gather dY", "gather X again", "scatter dX")
+FORWARD = ("gather X", "H", "Z", "Y", "reduce-scatter Y", "next H")
+COLLECTIVES = ("gather X", "reduce-scatter Y", "gather dY", "gather X again", "reduce-scatter dX")
 PRODUCTS = ("H", "Y", "next H", "dZ", "dB", "dX", "dA")
 STEPS = (*NEEDS, "X_r", "dY_r")
 
@@ -49,7 +49,7 @@ A_MISSING = {
     ("dB", "gather dY"): "dB = Zᵀ dY sums over all tokens, and dY comes in slices.",
     ("dH", "H"): "dH = dZ where the activation lets it pass, and that depends on H.",
 }
-SCATTER_NEEDS_DA = "What is scattered is dX. dA stays on its rank, and goes nowhere."
+SCATTER_NEEDS_DA = "What is summed and scattered is dX. dA stays on its rank, and goes nowhere."
 X_AGAIN_NEEDS = "It gathers the slices of X that forward kept. They were there before backward began."
 NEXT_LAYER = (
     "the next layer's product needs Y, and the sum is on its way to it. It would have to begin without its input."
@@ -76,7 +76,7 @@ def what_hides_behind_what(needs: Mapping, behind: Mapping) -> str:
         _require_needs(step, _names(f"needs[{step!r}]", needs[step]), right)
     for step in COLLECTIVES:
         _require_behind(step, _names(f"behind[{step!r}]", behind[step]))
-    return "behind what is forward nothing hides; backward the second gather and the last scatter do."
+    return "forward nothing hides; backward the second gather and the reduce-scatter do."
 
 
 def _names(where: str, answer) -> set[str]:
@@ -92,7 +92,7 @@ def _require_needs(step: str, given: set[str], right: set[str]) -> None:
     if given == right:
         return
     why = next((text for (name, lacking), text in A_MISSING.items() if name == step and lacking not in given), "")
-    if step == "scatter dX" and "dA" in given:
+    if step == "reduce-scatter dX" and "dA" in given:
         why = SCATTER_NEEDS_DA
     if step == "gather X again" and given - right:
         why = X_AGAIN_NEEDS
@@ -109,7 +109,7 @@ def _require_behind(step: str, given: set[str]) -> None:
             raise Wrong(f"behind[{step!r}]: " + NO_SUCH.format(step=one, products=", ".join(PRODUCTS)))
         if (one in FORWARD) != (step in FORWARD):
             raise Wrong(f"behind[{step!r}]: " + OTHER_PASS.format(step=one))
-        if step == "scatter Y" and one == "next H":
+        if step == "reduce-scatter Y" and one == "next H":
             raise Wrong(f"behind[{step!r}]: {NEXT_LAYER}")
         if one in needed_by(NEEDS, step):
             raise Wrong(f"behind[{step!r}]: " + OWN_INPUT.format(step=one))
