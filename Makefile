@@ -60,9 +60,10 @@ learn: .venv/.dev  ## check the next open exercise whenever you save
 	@$(PIP) --no-deps $$($(BIN)/python tools/extra.py peers)
 	@touch $@
 
-# Two at a time: a test that waits for its ranks leaves a core idle.
+# Two at a time: a test that waits for its ranks leaves a core idle. Threads that wait leave theirs to the other test,
+# and the many processes read compiled modules.
 test: .venv/.peers lint site  ## everything that CI runs
-	@$(BIN)/python -m pytest -n 2 --dist worksteal
+	@OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: .venv/.dev  ## ruff
 	@$(BIN)/ruff check --quiet .
