@@ -119,7 +119,7 @@ def result(seconds: dict[str, list[float]]) -> Result:
     return Result(statistics.median(floor), over, len(floor))
 
 
-# ---- over a link -----------------------------------------------------------------------------------------------------
+# ---- over a link ----------------------------------------------------------------------------------------------------
 
 
 def over_the_link(arguments: list[str], rate: str = RATE, limit: float = 600) -> dict[str, list[float]]:

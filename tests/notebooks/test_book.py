@@ -88,8 +88,10 @@ def test_every_stub_fails_and_says_that_it_is_not_filled_in(path, monkeypatch):
     shell, said = InteractiveShell(config=Config(HistoryManager={"enabled": False})), {}
     for cell in selection(stubs, ids).cells:
         id = cell.metadata["exercise"]
-        if id not in said and (error := shell.run_cell(cell.source).error_in_exec):
-            said[id] = str(error)
+        if id not in said:
+            ran = shell.run_cell(cell.source)
+            if error := ran.error_before_exec or ran.error_in_exec:
+                said[id] = str(error)
     assert list(said) == ids
     assert [text for id, text in said.items() if not text.startswith(f"{id} is not filled in yet: ")] == []
 

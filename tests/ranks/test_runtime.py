@@ -452,17 +452,18 @@ def test_no_rank_outlives_its_parent(sign):
         text=True,
     )
     ranks = [int(pid) for pid in process.stdout.readline().split()]
-    assert len(alive(ranks)) == 6
-    family = psutil.Process(process.pid).children(recursive=True)
-    computed = [psutil.Process(rank).cpu_times().user for rank in ranks]
-    busy = list(zip(ranks, computed, strict=True))[2:]
-    while any(psutil.Process(rank).cpu_times().user < before + 0.1 for rank, before in busy):
-        time.sleep(0.05)
-    process.send_signal(sign)
-    process.wait(20)
     try:
+        assert len(alive(ranks)) == 6
+        family = psutil.Process(process.pid).children(recursive=True)
+        computed = [psutil.Process(rank).cpu_times().user for rank in ranks]
+        busy = list(zip(ranks, computed, strict=True))[2:]
+        while any(psutil.Process(rank).cpu_times().user < before + 0.1 for rank, before in busy):
+            time.sleep(0.05)
+        process.send_signal(sign)
+        process.wait(20)
         assert all_gone([*ranks, *(p.pid for p in family)])
     finally:
+        process.kill()
         for rank in alive(ranks):  # a test that fails must not leave them busy
             os.kill(rank, signal.SIGKILL)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from verdicts import refused
+from checking import refused
 
 from tpcode import byhand
 from tpcode.dense import FFN

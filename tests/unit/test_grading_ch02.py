@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from verdicts import refused
+from checking import refused
 
 from tpcode.comm import all_gather, all_reduce, broadcast, reduce_scatter
 from tpcode.grading import ch02, check, ranks

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from checking import refused
 from torch import nn
 from torch.nn.functional import gelu, leaky_relu, linear, silu
-from verdicts import refused
 
 from tpcode.comm import (
     all_gather,

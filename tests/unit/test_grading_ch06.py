@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from checking import refused
 from torch import nn
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
-from verdicts import refused
 
 from tpcode.comm import all_gather, all_reduce, copy_to_tp, group_rank, group_size, reduce_from_tp
 from tpcode.dense import explicit_attention

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from checking import passes, refused
 from torch.nn.functional import pad
-from verdicts import passes, refused
 
 from tpcode.comm import all_gather, all_reduce, group_rank, group_size
 from tpcode.dense import keyed_generator

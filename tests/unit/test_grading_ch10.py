@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from checking import passes, refused
 from torch.autograd.graph import saved_tensors_hooks
-from verdicts import passes, refused
 
 from tpcode.config import Layout
 from tpcode.cost.memory import fits, kept_tensors, layer_bytes

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
+from checking import passes, refused
 from torch.nn.functional import linear
-from verdicts import passes, refused
 
 from tpcode.comm import (
     all_gather,

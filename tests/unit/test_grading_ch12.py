@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from verdicts import passes, refused
+from checking import passes, refused
 
 from tpcode.config import Layout, ModelConfig
 from tpcode.cost.communication import AlphaBeta, compute_bound_tp, fit_alpha_beta, tp_layer

@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from verdicts import passes, refused
+from checking import passes, refused
 
 from tpcode.cost.communication import bubble_fraction, pp_microbatch, tp_layer
 from tpcode.cost.layout import layout_of

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from verdicts import passes, refused
+from checking import passes, refused
 
 from tpcode.comm import all_gather, all_reduce, broadcast, group_rank, group_size
 from tpcode.generate import sample
