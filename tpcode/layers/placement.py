@@ -90,8 +90,8 @@ class Placement:
         by_rank = [shard.split(shares, self.dim) for shard in shards]
         wholes = []
         for number, (size, copies) in enumerate(zip(self.segments, self._replicas(), strict=True)):
-            padded = joined([parts[number] for parts in by_rank[::copies]], self.dim)
-            wholes.append(padded.narrow(self.dim, 0, size))
+            segment = joined([parts[number] for parts in by_rank[::copies]], self.dim)
+            wholes.append(segment.narrow(self.dim, 0, size))
         return joined(wholes, self.dim)
 
     def rows(self, rank: int, t: int) -> Tensor:
